@@ -1,0 +1,123 @@
+"""Files and folders that appear under their name complete, or not at all.
+
+A writer works under a temporary name beside the target (`.NAME.tmp-RANDOM`), holds a lock on it, and renames at the
+end. A writer that is killed leaves only that temporary name: no reader looks at it, and its lock is gone, so the next
+writer of the same target deletes it. A lock, unlike a process number in the name, is also right between containers
+on one disk.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from megatron_frozen.errors import CheckpointError
+
+
+@contextmanager
+def atomic_write(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary file path to write to; it replaces the file `path` when the body ends without an exception.
+
+    Raises CheckpointError if `path` is a folder. Parent folders are made. No collectives: call it on one rank.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a folder, and a file must be written there; remove it or give another path")
+    with _temporary(path, folder=False) as temporary:
+        yield temporary
+        _sync(temporary)
+        os.replace(temporary, path)
+        _sync(path.parent)
+
+
+@contextmanager
+def atomic_folder(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder to fill; it is renamed to `path` when the body ends without an exception.
+
+    A folder that is there already and holds anything raises CheckpointError before the body, unless `replace` is true:
+    then the old folder stays until the new one is complete (only between the last two renames is neither under its
+    name). Parent folders are made. No collectives: call it on one rank.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"{path} is a file, and a folder must be written there; remove it or give another path")
+    if not replace and path.is_dir() and any(path.iterdir()):
+        raise CheckpointError(f"{path} already holds files; give an empty or new folder, or remove it first")
+    with _temporary(path, folder=True) as temporary:
+        yield temporary
+        for entry in temporary.rglob("*"):
+            _sync(entry)
+        _sync(temporary)
+        if replace and path.is_dir():
+            with _temporary(path, folder=True) as old:
+                os.replace(path, old)
+                os.replace(temporary, path)
+        else:
+            os.replace(temporary, path)
+        _sync(path.parent)
+
+
+@contextmanager
+def _temporary(path: Path, *, folder: bool) -> Iterator[Path]:
+    """A new locked file or folder beside `path`, deleted at the end if it is still under its temporary name."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for entry in path.parent.iterdir():
+            if entry.name.startswith(f".{path.name}.tmp-"):
+                _remove_if_abandoned(entry)
+        temporary, lock = _create_locked(path, folder=folder)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path} ({error.strerror}); check the path and its permissions") from error
+    try:
+        yield temporary
+    finally:
+        _remove(temporary)
+        os.close(lock)
+
+
+def _create_locked(path: Path, *, folder: bool) -> tuple[Path, int]:
+    while True:
+        temporary = path.parent / f".{path.name}.tmp-{secrets.token_hex(4)}"
+        if folder:
+            temporary.mkdir()
+        else:
+            temporary.touch()
+        with suppress(FileNotFoundError):
+            lock = os.open(temporary, os.O_RDONLY)
+            with suppress(OSError):  # a file system without locks: nobody can take one either, so it is never deleted
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if temporary.exists():
+                return temporary, lock
+            os.close(lock)
+        # Another writer found it between its making and its locking, and took it for abandoned: make another.
+
+
+def _remove_if_abandoned(entry: Path) -> None:
+    with suppress(OSError):
+        lock = os.open(entry, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(entry)
+        finally:
+            os.close(lock)
+
+
+def _remove(entry: Path) -> None:
+    if entry.is_dir():
+        shutil.rmtree(entry, ignore_errors=True)
+    else:
+        entry.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Force a file's bytes or a folder's names to the disk, so that a rename never arrives there before them."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
