@@ -1,0 +1,31 @@
+"""The only reader of environment variables. Each switch is read at the call, so a test or a launcher may set it late."""
+
+from __future__ import annotations
+
+import os
+
+from megatron_frozen.errors import ConfigError
+
+LINEAR_DGRAD_FP32 = "MEGATRON_TRUE_ON_POLICY_LINEAR_DGRAD_FP32"
+DGRAD_ALLREDUCE_FP32 = "MEGATRON_TRUE_ON_POLICY_DGRAD_ALLREDUCE_FP32"
+
+
+def switch(name: str) -> bool:
+    """Return whether the variable ``name`` is 1; unset, empty and 0 are off, anything else is a ConfigError."""
+    value = os.environ.get(name)
+    if value is None or value in ("", "0"):
+        return False
+    if value == "1":
+        return True
+    raise ConfigError(f"environment variable {name} is '{value}'; it takes 0 or 1, so set one of these or unset it")
+
+
+def launched_rank() -> tuple[int, int, int]:
+    """Return ``(rank, world_size, local_rank)`` as torchrun sets them; ``(0, 1, 0)`` without torchrun."""
+    rank = int(os.environ.get("RANK", "0"))
+    return rank, int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def cache_home() -> str:
+    """Return the folder for caches of this user: XDG_CACHE_HOME, or .cache in the home folder."""
+    return os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")

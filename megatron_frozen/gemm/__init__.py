@@ -1,0 +1,7 @@
+"""The only place that multiplies matrices."""
+
+from megatron_frozen.gemm.products import bias_gradient as bias_gradient
+from megatron_frozen.gemm.products import dgrad as dgrad
+from megatron_frozen.gemm.products import forward as forward
+from megatron_frozen.gemm.products import wgrad as wgrad
+from megatron_frozen.gemm.wgrad_into import wgrad_into as wgrad_into

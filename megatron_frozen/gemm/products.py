@@ -1,0 +1,55 @@
+"""The four products of a linear layer on 2-D operands, outside autocast and outside autograd.
+
+Shape suffixes: T = tokens, I = in features, O = out features.
+"""
+
+from __future__ import annotations
+
+import torch
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def _no_autocast(tensor: torch.Tensor) -> torch.autocast:
+    """Return a context in which products keep their operands' dtype; a backward may run inside a user's autocast."""
+    return torch.autocast(tensor.device.type, enabled=False)
+
+
+def _autocast_is_on(tensor: torch.Tensor) -> bool:
+    return torch.is_autocast_enabled(tensor.device.type)
+
+
+def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    if _autocast_is_on(left):
+        with _no_autocast(left):
+            return torch.mm(left, right)
+    return torch.mm(left, right)
+
+
+def forward(input_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+    """Return X W^T + b as [T, O] in the operands' dtype; the bias is added before the one rounding, as F.linear does."""
+    if bias_O is None:
+        return _mm(input_TI, weight_OI.t())
+    with _no_autocast(input_TI):
+        return torch.addmm(bias_O, input_TI, weight_OI.t())
+
+
+def dgrad(grad_output_TO: torch.Tensor, weight_OI: torch.Tensor, *, in_fp32: bool = False) -> torch.Tensor:
+    """Return dX = dY W as [T, I], in the operands' dtype, or in fp32 from upcast operands if ``in_fp32``."""
+    if in_fp32 and grad_output_TO.dtype in LOW_PRECISION:
+        return _mm(grad_output_TO.float(), weight_OI.float())
+    return _mm(grad_output_TO, weight_OI)
+
+
+def wgrad(grad_output_TO: torch.Tensor, input_TI: torch.Tensor) -> torch.Tensor:
+    """Return dW = dY^T X as [O, I] in the operands' dtype."""
+    return _mm(grad_output_TO.t(), input_TI)
+
+
+def bias_gradient(grad_output_RO: torch.Tensor, *, repeats: int) -> torch.Tensor:
+    """Return db [O]: the sum over rows, each counted ``repeats`` times, summed in at least fp32 and rounded once."""
+    if repeats == 1:
+        return grad_output_RO.sum(0)
+    low = grad_output_RO.dtype in LOW_PRECISION
+    total = grad_output_RO.sum(0, dtype=torch.float32 if low else None)
+    return total.mul_(repeats).to(grad_output_RO.dtype)

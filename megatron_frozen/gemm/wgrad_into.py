@@ -1,0 +1,39 @@
+"""The weight gradient written straight into a buffer that may be wider than the operands.
+
+Shape suffixes: T = tokens, I = in features, O = out features.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_frozen.errors import LayoutError
+from megatron_frozen.layout import fold_pair
+
+
+def wgrad_into(
+    main_grad: torch.Tensor, grad_output: torch.Tensor, total_input: torch.Tensor, *, accumulate: bool
+) -> None:
+    """Write dY^T X into ``main_grad`` in place: added to what it holds if ``accumulate``, else over it.
+
+    main_grad: [O, I], floating point, any strides; grad_output: [..., O]; total_input: [..., I], with the leading dims of
+    grad_output and its dtype. Products and sums are made in main_grad's dtype by upcasting the operands: exact for bf16
+    and fp16 operands into fp32, one rounding per call. Overwriting clears NaN and, with zero tokens, writes zeros. No
+    collectives. This is the portable form of apex's ``wgrad_gemm_accum_fp32`` and of Transformer Engine's
+    ``general_gemm(layout="NT", accumulate=)``.
+
+    Raises LayoutError where a shape or dtype does not fit, before anything is written.
+    """
+    expected = (grad_output.shape[-1], total_input.shape[-1])
+    if tuple(main_grad.shape) != expected:
+        raise LayoutError(
+            f"main_grad has shape {list(main_grad.shape)} for a weight gradient of shape {list(expected)}; "
+            f"give a buffer of the weight's shape"
+        )
+    if not main_grad.is_floating_point():
+        raise LayoutError(f"main_grad has dtype {main_grad.dtype}; give a floating-point buffer, float32 by preference")
+    grad_TO, input_TI = fold_pair(grad_output, total_input)
+    with torch.no_grad(), torch.autocast(main_grad.device.type, enabled=False):
+        main_grad.addmm_(
+            grad_TO.t().to(main_grad.dtype), input_TI.to(main_grad.dtype), beta=1.0 if accumulate else 0.0
+        )
