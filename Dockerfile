@@ -1,0 +1,8 @@
+# A small CPU image with the package and what training needs. The GPU image, with Transformer Engine and apex on
+# NVIDIA's PyTorch container, comes with a later issue.
+FROM python:3.11-slim
+WORKDIR /opt/megatron_frozen
+COPY setup.py pyproject.toml README.md LICENSE ./
+COPY megatron_frozen ./megatron_frozen
+RUN pip install --no-cache-dir ".[train]"
+ENTRYPOINT ["megatron-frozen"]
