@@ -1,0 +1,28 @@
+"""Megatron-style tensor-parallel layers that stay fast when their weights are frozen."""
+
+from megatron_frozen.autograd import LinearWithFrozenWeight as LinearWithFrozenWeight
+from megatron_frozen.comm import copy_to_tensor_model_parallel_region as copy_to_tensor_model_parallel_region
+from megatron_frozen.comm import destroy_model_parallel as destroy_model_parallel
+from megatron_frozen.comm import gather_from_sequence_parallel_region as gather_from_sequence_parallel_region
+from megatron_frozen.comm import gather_from_tensor_model_parallel_region as gather_from_tensor_model_parallel_region
+from megatron_frozen.comm import initialize_model_parallel as initialize_model_parallel
+from megatron_frozen.comm import reduce_from_tensor_model_parallel_region as reduce_from_tensor_model_parallel_region
+from megatron_frozen.comm import (
+    reduce_scatter_to_sequence_parallel_region as reduce_scatter_to_sequence_parallel_region,
+)
+from megatron_frozen.comm import scatter_to_sequence_parallel_region as scatter_to_sequence_parallel_region
+from megatron_frozen.comm import scatter_to_tensor_model_parallel_region as scatter_to_tensor_model_parallel_region
+from megatron_frozen.functional import linear_with_frozen_weight as linear_with_frozen_weight
+from megatron_frozen.functional import (
+    linear_with_grad_accumulation_and_async_allreduce as linear_with_grad_accumulation_and_async_allreduce,
+)
+from megatron_frozen.functional import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+from megatron_frozen.gemm import wgrad_into as wgrad_into
+from megatron_frozen.layers import ColumnParallelLinear as ColumnParallelLinear
+from megatron_frozen.layers import ModelParallelConfig as ModelParallelConfig
+from megatron_frozen.layers import RowParallelLinear as RowParallelLinear
+from megatron_frozen.layers import VocabParallelEmbedding as VocabParallelEmbedding
+from megatron_frozen.layout import fold_leading as fold_leading
+from megatron_frozen.params import clip_grad_norm as clip_grad_norm
+from megatron_frozen.params import sum_grads as sum_grads
+from megatron_frozen.params import sum_partial_grads as sum_partial_grads

@@ -1,0 +1,72 @@
+"""The linear product whose weight is frozen.
+
+Shape suffixes: R = rows of a fold.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from megatron_frozen import gemm
+from megatron_frozen.autograd.dgrad import DgradPlan, start_dgrad
+from megatron_frozen.comm import all_gather
+from megatron_frozen.comm.groups import Group
+from megatron_frozen.layout import fold_leading
+
+
+class LinearWithFrozenWeight(torch.autograd.Function):
+    """Y = X W^T + b with a frozen W, each product one 2-D GEMM whatever the layout of X and dY.
+
+    Shapes: X [..., I] (its sequence shard [S/ranks, ..., I] under sequence parallelism), W [O, I], b [O], Y [..., O].
+    Forward: X folded to [R, I]; Y = X W^T + b.
+    Dgrad: dY folded to [R, O]; dX = dY W.
+    Wgrad: none; W gets no gradient.
+    Dbias: sum of dY over all leading dims, if b requires grad.
+    Collectives: forward, an all-gather of X under sequence parallelism; backward, an all-reduce of the 2-D dX
+        (``allreduce_dgrad``) or its reduce-scatter (``sequence_parallel``).
+    Saved: W alone.
+    Why: a matmul over dims that do not collapse by stride runs one tiny product per token, and under LoRA this product is
+        nearly the whole backward. dX is rounded to dY's dtype once, after the sum over ranks.
+
+    The first five arguments of ``apply`` are those of ``megatron.core.tensor_parallel.layers.LinearWithFrozenWeight``; the
+    others are ours. Operands share one dtype of bf16, fp16, fp32, fp64.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        allreduce_dgrad: bool,  # noqa: FBT001 - Megatron's signature
+        tp_group: Group,
+        sequence_parallel: bool = False,  # noqa: FBT001, FBT002 - apply takes no keywords
+        dgrad_in_fp32: bool = False,  # noqa: FBT001, FBT002
+        allreduce_dgrad_in_fp32: bool = False,  # noqa: FBT001, FBT002
+    ) -> torch.Tensor:
+        """Return Y; see the class."""
+        ctx.save_for_backward(weight)
+        ctx.plan = DgradPlan(
+            group=tp_group,
+            allreduce=allreduce_dgrad,
+            sequence_parallel=sequence_parallel,
+            dgrad_in_fp32=dgrad_in_fp32,
+            allreduce_in_fp32=allreduce_dgrad_in_fp32,
+        )
+        if sequence_parallel:
+            input, _ = all_gather(input, group=tp_group)
+        input_RI, fold = fold_leading(input)
+        return fold.unfold_output(gemm.forward(input_RI, weight, bias))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return dX and db; see the class."""
+        (weight,) = ctx.saved_tensors
+        grad_RO, fold = fold_leading(grad_output)
+        finish = start_dgrad(grad_RO, weight, fold=fold, plan=ctx.plan) if ctx.needs_input_grad[0] else None
+        grad_bias = gemm.bias_gradient(grad_RO, repeats=fold.repeats) if ctx.needs_input_grad[2] else None
+        return finish() if finish else None, None, grad_bias, None, None, None, None, None

@@ -1,0 +1,102 @@
+"""The linear product whose weight trains.
+
+Shape suffixes: R = rows of a fold.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from megatron_frozen import gemm
+from megatron_frozen.autograd.dgrad import DgradPlan, start_dgrad
+from megatron_frozen.comm import all_gather
+from megatron_frozen.comm.groups import Group
+from megatron_frozen.layout import Fold, fold_leading, fold_pair
+from megatron_frozen.main_grad import deliver_weight_gradient
+
+
+class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
+    """Y = X W^T + b with a trainable W, each of the three products one 2-D GEMM whatever the layout of X and dY.
+
+    Shapes: X [..., I] (its sequence shard [S/ranks, ..., I] under sequence parallelism), W [O, I], b [O], Y [..., O].
+    Forward: X folded to [R, I]; Y = X W^T + b.
+    Dgrad: dY folded to [R, O]; dX = dY W.
+    Wgrad: dY and X folded to one order of tokens; dW = dY^T X, returned, or accumulated into ``weight.main_grad`` under
+        ``gradient_accumulation_fusion`` (see ``main_grad``), or put off into ``grad_output_buffer``.
+    Dbias: sum of dY over all leading dims, if b requires grad.
+    Collectives: forward, an all-gather of X under sequence parallelism; backward, that gather again while dX is multiplied,
+        and an all-reduce of the 2-D dX (``allreduce_dgrad``) or its reduce-scatter while dW is multiplied.
+    Saved: X (the shard) and W; the Parameter object beside them, since a saved copy carries no main_grad.
+    Why: upstream folds the operands of dW alone. X is saved as a shard because activations outnumber weights.
+
+    The first nine arguments of ``apply`` are those of Megatron-core 0.16.1's class of this name; the others are ours.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        gradient_accumulation_fusion: bool,  # noqa: FBT001 - Megatron's signature
+        allreduce_dgrad: bool,  # noqa: FBT001
+        sequence_parallel: bool,  # noqa: FBT001
+        grad_output_buffer: list[torch.Tensor] | None,
+        wgrad_deferral_limit: int | None,
+        tp_group: Group,
+        dgrad_in_fp32: bool = False,  # noqa: FBT001, FBT002 - apply takes no keywords
+        allreduce_dgrad_in_fp32: bool = False,  # noqa: FBT001, FBT002
+    ) -> torch.Tensor:
+        """Return Y; see the class."""
+        ctx.save_for_backward(input, weight)
+        ctx.weight = weight if gradient_accumulation_fusion else None
+        ctx.grad_output_buffer, ctx.wgrad_deferral_limit = grad_output_buffer, wgrad_deferral_limit
+        ctx.plan = DgradPlan(
+            group=tp_group,
+            allreduce=allreduce_dgrad,
+            sequence_parallel=sequence_parallel,
+            dgrad_in_fp32=dgrad_in_fp32,
+            allreduce_in_fp32=allreduce_dgrad_in_fp32,
+        )
+        if sequence_parallel:
+            input, _ = all_gather(input, group=tp_group)
+        input_RI, fold = fold_leading(input)
+        return fold.unfold_output(gemm.forward(input_RI, weight, bias))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return dX, dW and db; see the class."""
+        input, weight = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        computes_weight = needs_weight and not _put_off(ctx, grad_output)
+        gathering = None
+        if ctx.plan.sequence_parallel and computes_weight:
+            input, gathering = all_gather(input, group=ctx.plan.group, async_op=True)
+        grad_RO, fold = fold_leading(grad_output)
+        finish = start_dgrad(grad_RO, weight, fold=fold, plan=ctx.plan) if needs_input else None
+        if gathering is not None:
+            gathering.wait()
+        grad_weight = _weight_gradient(ctx, grad_RO, fold, input) if computes_weight else None
+        grad_bias = gemm.bias_gradient(grad_RO, repeats=fold.repeats) if needs_bias else None
+        return finish() if finish else None, grad_weight, grad_bias, *[None] * 8
+
+
+def _put_off(ctx: Any, grad_output: torch.Tensor) -> bool:
+    """Keep dY for a later weight gradient if the buffer still has room (a limit of 0 is no limit)."""
+    buffer, limit = ctx.grad_output_buffer, ctx.wgrad_deferral_limit
+    if buffer is None or (limit and len(buffer) >= limit):
+        return False
+    buffer.append(grad_output)
+    return True
+
+
+def _weight_gradient(ctx: Any, grad_RO: torch.Tensor, fold: Fold, total_input: torch.Tensor) -> torch.Tensor | None:
+    # Unfolding the folded matrix, not dY itself, so that what the fold had to copy is not copied again.
+    grad_output = fold.unfold(grad_RO)
+    if ctx.weight is not None:
+        return deliver_weight_gradient(ctx.weight, grad_output, total_input)
+    return gemm.wgrad(*fold_pair(grad_output, total_input))

@@ -1,0 +1,177 @@
+"""The public functions: linear products with a frozen or a trainable weight, and vocab-parallel cross-entropy.
+
+Argument names, order and defaults are those of Megatron-core 0.16.1. ``tp_group=None`` is the group of
+``initialize_model_parallel``, one rank where nothing was set up.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_frozen import environment
+from megatron_frozen.autograd import (
+    LinearWithFrozenWeight,
+    LinearWithGradAccumulationAndAsyncCommunication,
+    VocabParallelCrossEntropy,
+)
+from megatron_frozen.comm.groups import Group, get_tensor_model_parallel_group, group_size
+from megatron_frozen.errors import ConfigError, LayoutError
+
+
+def _operands(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Cast to the autocast dtype where autocast is on, as F.linear does, and check that the operands fit."""
+    device_type = input.device.type
+    if torch.is_autocast_enabled(device_type) and input.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device_type)
+        input, weight = input.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    dtypes = {input.dtype, weight.dtype} | ({bias.dtype} if bias is not None else set())
+    if len(dtypes) > 1:
+        raise LayoutError(
+            f"a linear product got operands of dtypes {sorted(map(str, dtypes))}; cast input, weight and bias to one dtype"
+        )
+    if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
+        raise LayoutError(
+            f"a linear product got an input of shape {list(input.shape)} for a weight of shape {list(weight.shape)}; "
+            f"the last dim of the input must be {weight.shape[1]}"
+        )
+    return input, weight, bias
+
+
+def _group(
+    tp_group: Group, *, allreduce_dgrad: bool, sequence_parallel: bool, async_grad_allreduce: bool | None
+) -> tuple[Group, bool, bool]:
+    """Return the group, and whether an all-reduce and a reduce-scatter are due; neither on one rank."""
+    if async_grad_allreduce is not None:
+        raise ConfigError("async_grad_allreduce was removed from Megatron-core in 0.11; pass allreduce_dgrad instead")
+    if allreduce_dgrad and sequence_parallel:
+        raise ConfigError(
+            "allreduce_dgrad and sequence_parallel are both on, but a reduce-scatter already sums the input gradient; "
+            "turn one of them off"
+        )
+    group = tp_group if tp_group is not None else get_tensor_model_parallel_group()
+    if group_size(group) == 1:
+        return None, False, False
+    return group, allreduce_dgrad, sequence_parallel
+
+
+def linear_with_frozen_weight(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gradient_accumulation_fusion: bool,  # noqa: FBT001 - Megatron's signature
+    allreduce_dgrad: bool,  # noqa: FBT001
+    sequence_parallel: bool,  # noqa: FBT001
+    grad_output_buffer: list[torch.Tensor] | None = None,
+    wgrad_deferral_limit: None = None,
+    async_grad_allreduce: bool | None = None,  # noqa: FBT001
+    tp_group: Group = None,
+    *,
+    dgrad_in_fp32: bool = False,
+    allreduce_dgrad_in_fp32: bool = False,
+) -> torch.Tensor:
+    """Return X W^T + b for a frozen W; W gets no gradient, b does if it requires it.
+
+    input [..., I], weight [O, I], bias [O] or None, all of one dtype (cast under autocast); returns [..., O].
+    gradient_accumulation_fusion, grad_output_buffer and wgrad_deferral_limit are there for the shape of the call and must be
+    None where None is the default. Collectives and the fp32 options: see ``LinearWithFrozenWeight``; the environment
+    switches MEGATRON_TRUE_ON_POLICY_LINEAR_DGRAD_FP32 and MEGATRON_TRUE_ON_POLICY_DGRAD_ALLREDUCE_FP32 turn them on too.
+
+    Raises LayoutError for operands that do not fit and ConfigError for options that exclude each other.
+    """
+    if grad_output_buffer is not None or wgrad_deferral_limit is not None:
+        raise ConfigError(
+            "grad_output_buffer or wgrad_deferral_limit was given for a frozen weight, which has no weight gradient to put "
+            "off; leave them None"
+        )
+    group, allreduce, scatter = _group(
+        tp_group,
+        allreduce_dgrad=allreduce_dgrad,
+        sequence_parallel=sequence_parallel,
+        async_grad_allreduce=async_grad_allreduce,
+    )
+    return LinearWithFrozenWeight.apply(
+        *_operands(input, weight, bias),
+        allreduce,
+        group,
+        scatter,
+        dgrad_in_fp32 or environment.switch(environment.LINEAR_DGRAD_FP32),
+        allreduce_dgrad_in_fp32 or environment.switch(environment.DGRAD_ALLREDUCE_FP32),
+    )
+
+
+def linear_with_grad_accumulation_and_async_allreduce(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gradient_accumulation_fusion: bool,  # noqa: FBT001 - Megatron's signature
+    allreduce_dgrad: bool,  # noqa: FBT001
+    sequence_parallel: bool,  # noqa: FBT001
+    grad_output_buffer: list[torch.Tensor] | None = None,
+    wgrad_deferral_limit: int | None = 0,
+    async_grad_allreduce: bool | None = None,  # noqa: FBT001
+    tp_group: Group = None,
+    *,
+    dgrad_in_fp32: bool = False,
+    allreduce_dgrad_in_fp32: bool = False,
+) -> torch.Tensor:
+    """Return X W^T + b for a trainable W, whose gradient goes to ``.grad`` or, fused, into ``weight.main_grad``.
+
+    input [..., I], weight [O, I], bias [O] or None, all of one dtype (cast under autocast); returns [..., O].
+    grad_output_buffer collects dY for a weight gradient that its owner computes later, up to wgrad_deferral_limit of them
+    (0: no limit). Collectives and the fp32 options: see ``LinearWithGradAccumulationAndAsyncCommunication`` and
+    ``linear_with_frozen_weight``.
+
+    Raises LayoutError for operands that do not fit and ConfigError for options that exclude each other.
+    """
+    group, allreduce, scatter = _group(
+        tp_group,
+        allreduce_dgrad=allreduce_dgrad,
+        sequence_parallel=sequence_parallel,
+        async_grad_allreduce=async_grad_allreduce,
+    )
+    input, cast_weight, bias = _operands(input, weight, bias)
+    if gradient_accumulation_fusion and cast_weight is not weight:
+        raise ConfigError(
+            f"gradient_accumulation_fusion is on for a {weight.dtype} weight under autocast to {cast_weight.dtype}, whose "
+            f"cast copy has no main_grad; keep the weight in {cast_weight.dtype} or turn one of the two off"
+        )
+    return LinearWithGradAccumulationAndAsyncCommunication.apply(
+        input,
+        cast_weight,
+        bias,
+        gradient_accumulation_fusion,
+        allreduce,
+        scatter,
+        grad_output_buffer,
+        wgrad_deferral_limit,
+        group,
+        dgrad_in_fp32 or environment.switch(environment.LINEAR_DGRAD_FP32),
+        allreduce_dgrad_in_fp32 or environment.switch(environment.DGRAD_ALLREDUCE_FP32),
+    )
+
+
+def vocab_parallel_cross_entropy(
+    vocab_parallel_logits: torch.Tensor,
+    target: torch.Tensor,
+    label_smoothing: float = 0.0,
+    tp_group: Group = None,
+) -> torch.Tensor:
+    """Return the loss per token [...] in fp32 of logits [..., V/ranks] whose vocabulary is cut over the group.
+
+    target [...] holds global ids, int64; -100 gives loss 0 and no gradient. label_smoothing is in [0, 1). Two all-reduces of
+    token-sized tensors forward, none backward. The logits stay untouched. See ``VocabParallelCrossEntropy``.
+
+    Raises LayoutError where shapes differ and ConfigError for a label_smoothing out of range.
+    """
+    if vocab_parallel_logits.shape[:-1] != target.shape:
+        raise LayoutError(
+            f"cross-entropy got logits of shape {list(vocab_parallel_logits.shape)} and targets of shape "
+            f"{list(target.shape)}; give one target id for each row of logits"
+        )
+    if not 0.0 <= label_smoothing < 1.0:
+        raise ConfigError(f"label_smoothing is {label_smoothing}; it takes a number from 0 up to, not including, 1")
+    group = tp_group if tp_group is not None else get_tensor_model_parallel_group()
+    return VocabParallelCrossEntropy.apply(vocab_parallel_logits, target, label_smoothing, group)

@@ -1,0 +1,191 @@
+"""The linear layer whose output features are cut over tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from megatron_frozen.comm import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+)
+from megatron_frozen.comm.groups import Group, group_size
+from megatron_frozen.errors import ConfigError, LayoutError
+from megatron_frozen.layers.parts import (
+    chosen_group,
+    drop_extra_state,
+    frozen_or_trainable_linear,
+    new_bias,
+    new_weight,
+)
+from megatron_frozen.params import set_tensor_model_parallel_attributes
+from megatron_frozen.params.shards import InitMethod
+from megatron_frozen.partition import divide
+
+
+class ColumnParallelLinear(torch.nn.Module):
+    """Y = X W^T + b with W cut along its output features: each rank computes its slice of Y.
+
+    weight: [output_size / ranks, input_size]; bias: [output_size / ranks]. Forward takes X [s, b, input_size] (with
+    sequence parallelism the shard [s / ranks, b, input_size]) and returns ``(output, bias)``: output [s, b, output_size /
+    ranks], or [s, b, output_size] if gathered; bias is the parameter with ``skip_bias_add``, else None. A frozen weight
+    takes the frozen product, decided at each call.
+
+    Collectives: backward, an all-reduce of dX, or with sequence parallelism an all-gather of X forward and a reduce-scatter
+    of dX backward; with ``gather_output`` an all-gather of Y. ``disable_grad_reduce`` leaves the all-reduce to the caller; an
+    expert layer under tensor or expert parallelism (``explicit_expert_comm``) communicates nothing itself.
+
+    Arguments, attributes and returns are those of ``megatron.core.tensor_parallel.ColumnParallelLinear``. The full
+    weight is the same at any number of ranks that enter with one CPU random state.
+
+    Raises ConfigError where output_size does not divide by the ranks, LayoutError for a weight of another shape.
+    """
+
+    weight: torch.nn.Parameter | None
+    bias: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: InitMethod,
+        bias: bool = True,
+        gather_output: bool = False,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+        skip_bias_add: bool = False,
+        skip_weight_param_allocation: bool = False,
+        embedding_activation_buffer: list[torch.Tensor] | None = None,
+        grad_output_buffer: list[torch.Tensor] | None = None,
+        is_expert: bool = False,
+        tp_comm_buffer_name: str | None = None,
+        disable_grad_reduce: bool = False,
+        tp_group: Group = None,
+        name: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        """Create the layer; tp_comm_buffer_name and name are taken and not used."""
+        super().__init__()
+        self.input_size, self.output_size = input_size, output_size
+        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
+        self.embedding_activation_buffer, self.grad_output_buffer = embedding_activation_buffer, grad_output_buffer
+        self.is_expert, self.expert_parallel = is_expert, config.expert_model_parallel_size > 1
+        self.config, self.disable_grad_reduce = config, disable_grad_reduce
+        self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
+        self.tp_group = chosen_group(tp_group, pg_collection)
+        world_size = group_size(self.tp_group)
+        self.explicit_expert_comm = is_expert and (world_size > 1 or self.expert_parallel)
+        self.output_size_per_partition = divide(output_size, world_size, what="output_size")
+        self.sequence_parallel = config.sequence_parallel and world_size > 1
+        if config.sequence_parallel and world_size == 1:
+            warnings.warn("sequence_parallel is on with one tensor-parallel rank; it is turned off", stacklevel=2)
+        self.allreduce_dgrad = world_size > 1 and not self.sequence_parallel and not disable_grad_reduce
+        self.weight, self.bias = None, None
+        if not skip_weight_param_allocation:
+            self.weight, master = new_weight(
+                (self.output_size_per_partition, input_size),
+                full_shape=(output_size, input_size),
+                partition_dim=0,
+                config=config,
+                init_method=init_method,
+                group=self.tp_group,
+                stride=stride,
+            )
+            self.master_weight = master if keep_master_weight_for_test else None
+        if bias:
+            self.bias = new_bias(self.output_size_per_partition, config=config)
+            set_tensor_model_parallel_attributes(self.bias, True, 0, stride)
+        for param in self.parameters():
+            param.allreduce = not (is_expert and self.expert_parallel)  # pyright: ignore[reportAttributeAccessIssue]
+        self.register_load_state_dict_pre_hook(drop_extra_state)
+
+    def forward(
+        self,
+        input_: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,  # noqa: FBT001 - Megatron's signature
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return ``(output, bias)``; ``weight`` takes the place of the layer's own, which a tied head does not have."""
+        weight = self._chosen_weight(weight)
+        defers = self.config.defer_embedding_wgrad_compute
+        limit = self.config.wgrad_deferral_limit if defers else None
+        if defers and (not limit or len(self.embedding_activation_buffer or ()) < limit):
+            assert self.embedding_activation_buffer is not None
+            self.embedding_activation_buffer.append(input_)
+        output_parallel = frozen_or_trainable_linear(
+            input_,
+            weight,
+            None if self.skip_bias_add else self.bias,
+            config=self.config,
+            allreduce_dgrad=self.allreduce_dgrad and not self.explicit_expert_comm,
+            sequence_parallel=self.sequence_parallel and not self.explicit_expert_comm,
+            grad_output_buffer=self.grad_output_buffer if defers else None,
+            wgrad_deferral_limit=limit,
+            tp_group=self.tp_group,
+        )
+        return self._leave(output_parallel, runtime_gather_output)
+
+    def enter_parallel(self, input_: torch.Tensor) -> torch.Tensor:
+        """Return the input that every rank multiplies, [s, b, input_size]; its gradient is summed over ranks, once.
+
+        ``leave_parallel(multiply(enter_parallel(x)))`` is ``forward(x)``; an adapter adds its product between the steps, so
+        that its input gradient shares the one all-reduce or reduce-scatter.
+        """
+        in_fp32 = getattr(self.config, "allreduce_dgrad_in_fp32", False)
+        if self.explicit_expert_comm:
+            return input_
+        if self.sequence_parallel:
+            return gather_from_sequence_parallel_region(input_, group=self.tp_group, reduce_in_fp32=in_fp32)
+        if self.allreduce_dgrad:
+            return copy_to_tensor_model_parallel_region(input_, self.tp_group, reduce_in_fp32=in_fp32)
+        return input_
+
+    def multiply(self, input_parallel: torch.Tensor) -> torch.Tensor:
+        """Return X W^T [s, b, output_size / ranks]: no bias, no communication in either direction."""
+        weight = self._chosen_weight(None)
+        return frozen_or_trainable_linear(
+            input_parallel, weight, None, config=self.config, allreduce_dgrad=False, sequence_parallel=False
+        )
+
+    def leave_parallel(
+        self, output_parallel: torch.Tensor, *, runtime_gather_output: bool | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Add the bias, gather if asked, and return ``(output, bias)`` as forward does."""
+        if self.bias is not None and not self.skip_bias_add:
+            output_parallel = output_parallel + self.bias
+        return self._leave(output_parallel, runtime_gather_output)
+
+    def _leave(
+        self, output_parallel: torch.Tensor, gather: bool | None  # noqa: FBT001
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.gather_output if gather is None else gather:
+            output_parallel = gather_from_tensor_model_parallel_region(output_parallel, self.tp_group)
+        return output_parallel, self.bias if self.skip_bias_add else None
+
+    def _chosen_weight(self, given: torch.Tensor | None) -> torch.Tensor:
+        weight = self.weight if given is None else given
+        if weight is None:
+            raise ConfigError(
+                "this ColumnParallelLinear was built with skip_weight_param_allocation and got no weight; pass weight= to forward"
+            )
+        expected = (self.output_size_per_partition, self.input_size)
+        if tuple(weight.shape) != expected:
+            raise LayoutError(
+                f"the weight given to ColumnParallelLinear has shape {list(weight.shape)}; this rank's part is {list(expected)}"
+            )
+        return weight
+
+    def backward_dw(self) -> None:
+        """Do nothing: weight gradients are computed in backward. Megatron's schedules call it."""
+
+    def extra_repr(self) -> str:
+        """Return the sizes for ``repr``."""
+        return (
+            f"in_features={self.input_size}, out_features={self.output_size}, bias={self.bias is not None}, "
+            f"TP={group_size(self.tp_group)}"
+        )

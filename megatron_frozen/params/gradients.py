@@ -1,0 +1,98 @@
+"""Gradients of all parameters at once: sums over ranks in one bucket per dtype, the global norm, clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from megatron_frozen.comm import all_reduce_
+from megatron_frozen.comm.groups import Group, group_size
+from megatron_frozen.errors import ConfigError
+from megatron_frozen.params.shards import is_partial_grad, param_is_not_tensor_parallel_duplicate
+
+
+def _trainable(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return each parameter that requires grad once; a tied one counts once."""
+    return list({id(param): param for param in params if param.requires_grad}.values())
+
+
+def sum_partial_grads(params: Iterable[torch.Tensor], *, group: Group) -> None:
+    """Sum over the tensor-parallel ``group`` the gradients of those ``params`` that ``mark_partial_grad`` marked.
+
+    To be called once per step, after the last backward and before ``sum_grads``, clipping and the optimizer; afterwards the
+    replicated factors' gradients are bit-equal on all ranks. One all-reduce per gradient dtype, in at least fp32.
+    """
+    sum_grads((param for param in params if is_partial_grad(param)), group=group)
+
+
+def sum_grads(params: Iterable[torch.Tensor], *, group: Group) -> None:
+    """Sum the gradients of the trainable ``params`` over ``group``: one all-reduce per parameter dtype, in at least fp32.
+
+    A gradient that is absent on this rank but present on another counts as zeros; one absent everywhere stays absent.
+    Every rank passes the same parameters in the same order.
+    """
+    if group_size(group) == 1:
+        return
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for param in _trainable(params):
+        by_dtype.setdefault(param.dtype, []).append(param)
+    for same_dtype in by_dtype.values():
+        _sum_bucket(same_dtype, group=group)
+
+
+def _sum_bucket(params: list[torch.Tensor], *, group: Group) -> None:
+    wide = torch.promote_types(params[0].dtype, torch.float32)
+    device = params[0].device
+    # One flag per parameter travels with the values, so that ranks need not agree beforehand on which are absent.
+    flags = torch.tensor([float(param.grad is not None) for param in params], dtype=wide, device=device)
+    grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
+    bucket = torch.cat([grad.reshape(-1).to(wide) for grad in grads] + [flags])
+    all_reduce_(bucket, group=group)
+    start = 0
+    for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        summed = bucket[start : start + grad.numel()].view_as(grad)
+        start += grad.numel()
+        if param.grad is not None:
+            param.grad.copy_(summed)
+        elif bucket[index - len(params)] > 0:
+            param.grad = grad.copy_(summed)
+
+
+def grad_norm(params: Iterable[torch.Tensor], *, group: Group) -> torch.Tensor:
+    """Return the 2-norm of all gradients of the trainable ``params`` as an fp32 scalar, the same on all ranks.
+
+    Shards add up over the tensor-parallel ``group``; a replica and a tied parameter count once. A DTensor's gradient is
+    summed over its own mesh first. One all-reduce. Call it after the sums over ranks.
+    """
+    with_grad = [param for param in _trainable(params) if param.grad is not None]
+    device = with_grad[0].device if with_grad else torch.device("cpu")
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    for param in with_grad:
+        norm = torch.linalg.vector_norm(param.grad, dtype=torch.float32)  # pyright: ignore[reportArgumentType]
+        if isinstance(norm, DTensor):  # a collective of its mesh, so every rank takes part, counted or not
+            norm = norm.full_tensor()
+        if param_is_not_tensor_parallel_duplicate(param, group):
+            total += norm * norm
+    return all_reduce_(total, group=group)[0].sqrt_()
+
+
+def clip_grad_norm(params: Iterable[torch.Tensor], *, max_norm: float, group: Group) -> torch.Tensor:
+    """Scale all gradients so that their common norm is at most ``max_norm``; return the norm before that.
+
+    The norm is ``grad_norm``'s. A norm that is not finite makes every gradient so: look at what is returned. One all-reduce.
+
+    Raises ConfigError for a ``max_norm`` that is not above 0.
+    """
+    if not max_norm > 0:
+        raise ConfigError(f"max_norm is {max_norm}; gradients are clipped to a norm above 0")
+    params = _trainable(params)
+    norm = grad_norm(params, group=group)
+    scale = max_norm / norm.clamp(min=max_norm)
+    for param in params:
+        if isinstance(param.grad, DTensor):
+            param.grad.mul_(float(scale))
+        elif param.grad is not None:
+            param.grad.mul_(scale)
+    return norm

@@ -1,0 +1,108 @@
+"""Shards of parameters: Megatron's attributes on them, and the way from the full tensor to a shard and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megatron_frozen.comm import all_gather
+from megatron_frozen.comm.groups import Group, get_tensor_model_parallel_group, group_rank, group_size
+from megatron_frozen.errors import ParallelError
+from megatron_frozen.partition import divide, stride_pieces
+
+InitMethod = Callable[[torch.Tensor], Any]
+
+
+def set_tensor_model_parallel_attributes(
+    tensor: torch.Tensor,
+    is_parallel: bool,  # noqa: FBT001 - Megatron's signature
+    dim: int,
+    stride: int,
+) -> None:
+    """Set ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride``, as Megatron's function of this name."""
+    attributes = {"tensor_model_parallel": is_parallel, "partition_dim": dim, "partition_stride": stride}
+    for name, value in attributes.items():
+        setattr(tensor, name, value)
+
+
+def is_sharded(param: torch.Tensor) -> bool:
+    """Return whether the ranks of a tensor-parallel group hold different parts of ``param``."""
+    return getattr(param, "tensor_model_parallel", False)
+
+
+def param_is_not_tensor_parallel_duplicate(param: torch.Tensor, tp_group: Group = None) -> bool:
+    """Return whether this rank counts ``param`` in a sum over ranks: each shard counts, a replica on rank 0 only."""
+    group = tp_group if tp_group is not None else get_tensor_model_parallel_group()
+    return is_sharded(param) or group_rank(group) == 0
+
+
+def mark_partial_grad(param: torch.Tensor) -> None:
+    """Say that each tensor-parallel rank computes a part of this replicated parameter's gradient.
+
+    The parts are summed once per step by ``sum_partial_grads``. The mark is Megatron's attribute ``sequence_parallel``,
+    which its ``finalize_model_grads`` acts on in the same way.
+    """
+    param.sequence_parallel = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_partial_grad(param: torch.Tensor) -> bool:
+    """Return whether ``mark_partial_grad`` was called for ``param``."""
+    return getattr(param, "sequence_parallel", False)
+
+
+def shard_of(full: torch.Tensor, *, partition_dim: int, group: Group, stride: int = 1) -> torch.Tensor:
+    """Return this rank's part of ``full``, cut along ``partition_dim``, as a dense tensor; no communication.
+
+    Raises ConfigError where the dim does not divide by the number of ranks.
+    """
+    world_size = group_size(group)
+    shard_size = divide(full.shape[partition_dim], world_size, what="the size of a sharded dimension")
+    pieces = stride_pieces(shard_size, rank=group_rank(group), world_size=world_size, stride=stride)
+    parts = [full.narrow(partition_dim, start, stop - start) for start, stop in pieces]
+    return torch.cat(parts, dim=partition_dim) if len(parts) > 1 else parts[0].contiguous()
+
+
+def gather_full(param: torch.Tensor, *, group: Group) -> torch.Tensor:
+    """Return the full tensor of a sharded ``param`` on every rank: one all-gather; a replica as it is, detached.
+
+    Raises ParallelError where a sharded parameter does not say along which dim it is cut.
+    """
+    shard = param.detach()
+    if not is_sharded(param) or group_size(group) == 1:
+        return shard
+    dim = getattr(param, "partition_dim", -1)
+    if dim < 0:
+        raise ParallelError(
+            f"a sharded parameter of shape {list(param.shape)} has no partition_dim; "
+            f"mark it with set_tensor_model_parallel_attributes"
+        )
+    full, _ = all_gather(shard, group=group, dim=dim)
+    stride = getattr(param, "partition_stride", 1)
+    if stride == 1:
+        return full
+    parts = full.chunk(group_size(group) * stride, dim=dim)  # rank-major; the full order is piece-major
+    return torch.cat([part for i in range(stride) for part in parts[i::stride]], dim=dim)
+
+
+def init_shard_(
+    shard: torch.Tensor,
+    *,
+    full_shape: Sequence[int],
+    partition_dim: int,
+    init_method: InitMethod,
+    group: Group,
+    stride: int = 1,
+) -> torch.Tensor:
+    """Fill ``shard`` with its part of a full fp32 tensor on the CPU that ``init_method`` fills; return the full one.
+
+    The gathered parameter is bit-equal at any number of ranks, and so is its fan, as long as the ranks enter with the same
+    CPU random state. Each rank builds the full tensor once and drops it. No collectives. Source: Megatron's
+    ``_initialize_affine_weight_cpu``.
+    """
+    master = torch.empty(*full_shape, dtype=torch.float32, device="cpu")
+    with torch.no_grad():
+        init_method(master)
+        shard.copy_(shard_of(master, partition_dim=partition_dim, group=group, stride=stride))
+    return master
