@@ -1,9 +1,8 @@
 """Files and folders that appear under their name complete, or not at all.
 
-A writer works under a temporary name beside the target (`.NAME.tmp-RANDOM`), holds a lock on it, and renames at the
-end. A writer that is killed leaves only that temporary name: no reader looks at it, and its lock is gone, so the next
-writer of the same target deletes it. A lock, unlike a process number in the name, is also right between containers
-on one disk.
+A writer works in a temporary folder beside the target (`.NAME.tmp-RANDOM`), holds a lock on it, and renames at the end.
+A writer that is killed leaves only that folder: no reader looks at it, and its lock is gone, so the next writer of the
+same target deletes it. A lock, unlike a process number in the name, is also right between containers on one disk.
 """
 
 from __future__ import annotations
@@ -21,15 +20,18 @@ from megatron_frozen.errors import CheckpointError
 
 @contextmanager
 def atomic_write(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary file path to write to; it replaces the file `path` when the body ends without an exception.
+    """Yield a path to write a file to; it becomes the file `path` when the body ends without an exception.
 
+    The yielded path has the same name in a temporary folder, so what goes by suffixes works.
     Raises CheckpointError if `path` is a folder. Parent folders are made. No collectives: call it on one rank.
     """
     path = Path(path)
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder, and a file must be written there; remove it or give another path")
-    with _temporary(path, folder=False) as temporary:
+    with _temporary(path) as folder:
+        temporary = folder / path.name
         yield temporary
+        temporary.chmod(folder.stat().st_mode & 0o666)  # some libraries write files that only their owner may read
         _sync(temporary)
         os.replace(temporary, path)
         _sync(path.parent)
@@ -48,13 +50,13 @@ def atomic_folder(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
         raise CheckpointError(f"{path} is a file, and a folder must be written there; remove it or give another path")
     if not replace and path.is_dir() and any(path.iterdir()):
         raise CheckpointError(f"{path} already holds files; give an empty or new folder, or remove it first")
-    with _temporary(path, folder=True) as temporary:
+    with _temporary(path) as temporary:
         yield temporary
         for entry in temporary.rglob("*"):
             _sync(entry)
         _sync(temporary)
         if replace and path.is_dir():
-            with _temporary(path, folder=True) as old:
+            with _temporary(path) as old:
                 os.replace(path, old)
                 os.replace(temporary, path)
         else:
@@ -63,30 +65,39 @@ def atomic_folder(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 @contextmanager
-def _temporary(path: Path, *, folder: bool) -> Iterator[Path]:
-    """A new locked file or folder beside `path`, deleted at the end if it is still under its temporary name."""
+def exclusive_lock(folder: Path) -> Iterator[None]:
+    """Let one process at a time run the body: a lock on the folder itself, which dies with its holder."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks: the atomic renames keep the result whole all the same
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+@contextmanager
+def _temporary(path: Path) -> Iterator[Path]:
+    """A new locked folder beside `path`, deleted at the end if it is still under its temporary name."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for entry in path.parent.iterdir():
             if entry.name.startswith(f".{path.name}.tmp-"):
                 _remove_if_abandoned(entry)
-        temporary, lock = _create_locked(path, folder=folder)
+        temporary, lock = _create_locked(path)
     except OSError as error:
         raise CheckpointError(f"cannot write {path} ({error.strerror}); check the path and its permissions") from error
     try:
         yield temporary
     finally:
-        _remove(temporary)
+        shutil.rmtree(temporary, ignore_errors=True)
         os.close(lock)
 
 
-def _create_locked(path: Path, *, folder: bool) -> tuple[Path, int]:
+def _create_locked(path: Path) -> tuple[Path, int]:
     while True:
         temporary = path.parent / f".{path.name}.tmp-{secrets.token_hex(4)}"
-        if folder:
-            temporary.mkdir()
-        else:
-            temporary.touch()
+        temporary.mkdir()
         with suppress(FileNotFoundError):
             lock = os.open(temporary, os.O_RDONLY)
             with suppress(OSError):  # a file system without locks: nobody can take one either, so it is never deleted
@@ -102,16 +113,9 @@ def _remove_if_abandoned(entry: Path) -> None:
         lock = os.open(entry, os.O_RDONLY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove(entry)
+            shutil.rmtree(entry, ignore_errors=True)
         finally:
             os.close(lock)
-
-
-def _remove(entry: Path) -> None:
-    if entry.is_dir():
-        shutil.rmtree(entry, ignore_errors=True)
-    else:
-        entry.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:

@@ -51,10 +51,18 @@ def test_file_appears_at_the_end_and_replaces_the_old_one(tmp_path):
     assert names(target.parent) == ["target"]
 
 
+def test_file_has_its_suffix_from_the_start_and_ordinary_permissions(tmp_path):
+    with atomic_write(tmp_path / "x.png") as temporary:
+        assert temporary.name == "x.png"
+        temporary.touch(mode=0o600)
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "x.png").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
 def test_failing_body_leaves_the_old_file_and_nothing_else(tmp_path):
     (tmp_path / "target").write_text("old")
     with pytest.raises(RuntimeError, match="in the body"):
-        fill_and_fail(atomic_write(tmp_path / "target"), file=".")
+        fill_and_fail(atomic_write(tmp_path / "target"), file="")
     assert names(tmp_path) == ["target"]
     assert (tmp_path / "target").read_text() == "old"
 
@@ -164,7 +172,7 @@ def test_a_temporary_taken_before_its_lock_is_made_again(tmp_path, monkeypatch):
     def open_after_another_writer(path, flags, *args, **kwargs):
         if not taken and ".tmp-" in str(path) and flags == os.O_RDONLY:
             taken.append(path)
-            os.unlink(path)
+            os.rmdir(path)
         return real_open(path, flags, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", open_after_another_writer)

@@ -1,0 +1,1 @@
+"""Checkpoints: Hugging Face folders into shards and back, merged adapters, the demo model, a job's own state."""
