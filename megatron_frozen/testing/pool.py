@@ -30,6 +30,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_frozen.comm import destroy_model_parallel
+
 DEVICE_OF_BACKEND = {"gloo": "cpu", "nccl": "cuda"}
 """The one list that device and backend come from; a test that wants NCCL parametrizes over its keys."""
 
@@ -93,6 +95,19 @@ def _check_request(world_size: int, *, body: Callable[..., Any], backend: str) -
 
 
 # ---------------------------------------------------------------------------------------------- the parent's side
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """One body for one rank, as it goes through the pipe."""
+
+    rank: int
+    world_size: int
+    backend: str
+    store: str
+    timeout_s: float
+    job: bytes
+    path: list[str] = field(default_factory=lambda: list(sys.path))
 
 
 @dataclass(slots=True)
@@ -160,8 +175,10 @@ class _Pool:
         try:
             for rank, worker in enumerate(self._workers[:world_size]):
                 worker.log_start = worker.log.stat().st_size
-                request = (rank, world_size, backend, str(store), timeout_s, list(sys.path), job)
-                _send(worker, request, rank=rank, answers=answers)
+                request = _Request(
+                    rank=rank, world_size=world_size, backend=backend, store=str(store), timeout_s=timeout_s, job=job
+                )
+                _send(worker, request, answers=answers)
             self._collect(answers, world_size=world_size, timeout_s=timeout_s)
         except BaseException:  # also KeyboardInterrupt and pytest-timeout: the ranks are in an unknown state
             self.kill()
@@ -221,11 +238,11 @@ def _ranks(ranks: list[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
-def _send(worker: _Worker, request: tuple[Any, ...], *, rank: int, answers: _Answers) -> None:
+def _send(worker: _Worker, request: _Request, *, answers: _Answers) -> None:
     try:
         worker.pipe.send_bytes(pickle.dumps(request))
     except OSError:
-        _record_death(worker, rank=rank, answers=answers)
+        _record_death(worker, rank=request.rank, answers=answers)
 
 
 def _receive(worker: _Worker, *, rank: int, answers: _Answers) -> None:
@@ -284,32 +301,30 @@ def _pickled(value: Any) -> bytes:
         raise RankError(f"the return value cannot be pickled ({error}): return plain values or tensors.") from error
 
 
-def _answer(request: tuple[Any, ...]) -> tuple[bool, Any, float]:
+def _answer(request: _Request) -> tuple[bool, Any, float]:
     """(whether the body ended well, its pickled value or the traceback, when it ended)."""
     try:
-        return _run_body(*request)
+        return _run_body(request)
     except BaseException:
         return False, traceback.format_exc(), time.monotonic()
 
 
-def _run_body(
-    rank: int, world_size: int, backend: str, store: str, timeout_s: float, path: list[str], job: bytes
-) -> tuple[bool, Any, float]:
-    sys.path[:] = path
-    with _clean_process(rank=rank, world_size=world_size):
-        if DEVICE_OF_BACKEND[backend] == "cuda":
-            torch.cuda.set_device(rank)
+def _run_body(request: _Request) -> tuple[bool, Any, float]:
+    sys.path[:] = request.path
+    with _clean_process(rank=request.rank, world_size=request.world_size):
+        if DEVICE_OF_BACKEND[request.backend] == "cuda":
+            torch.cuda.set_device(request.rank)
         dist.init_process_group(
-            backend,
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=world_size,
+            request.backend,
+            init_method=f"file://{request.store}",
+            rank=request.rank,
+            world_size=request.world_size,
             # Longer than the parent waits: the parent's report is the better one. Not endless: no orphan stays.
-            timeout=datetime.timedelta(seconds=timeout_s + 60),
+            timeout=datetime.timedelta(seconds=request.timeout_s + 60),
         )
         try:
-            body, args = pickle.loads(job)
-            return True, _pickled(body(rank, world_size, *args)), time.monotonic()
+            body, args = pickle.loads(request.job)
+            return True, _pickled(body(request.rank, request.world_size, *args)), time.monotonic()
         except BaseException:  # SystemExit too: the parent must hear of it
             # Timed before our group goes away, since that makes the peers fail too and they are not the culprits.
             return False, traceback.format_exc(), time.monotonic()
@@ -318,9 +333,7 @@ def _run_body(
 
 
 def _destroy_groups() -> None:
-    comm = sys.modules.get("megatron_frozen.comm")
-    if comm is not None:
-        comm.destroy_model_parallel()
+    destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -12,7 +12,7 @@ Tensors = Mapping[str, torch.Tensor | None]
 
 
 def relative_error(actual: torch.Tensor, reference: torch.Tensor) -> float:
-    """|actual - reference| / |reference| in Frobenius norms, computed in fp64; the absolute error if the reference is 0.
+    """|actual - reference| / |reference| in Frobenius norms, in fp64; the absolute error where the reference is 0.
 
     Raises AssertionError if the shapes differ. A NaN anywhere gives NaN, which no tolerance admits.
     """
@@ -23,12 +23,12 @@ def relative_error(actual: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def assert_close_to(actual: Tensors, reference: Tensors, *, tolerance: float) -> None:
-    """Asserts a relative error of at most `tolerance` for each name. None stands for "no gradient" and equals None only."""
+    """Asserts a relative error of at most `tolerance` for each name; None ("no gradient") equals None only."""
     assert_within(actual, reference, tolerances=dict.fromkeys(reference, tolerance))
 
 
 def assert_no_worse_than(actual: Tensors, plain: Tensors, reference: Tensors, *, factor: float = 2.0) -> None:
-    """Asserts that each error against the fp64 `reference` is at most `factor` times that of `plain`, same-dtype torch."""
+    """Asserts that each error against the fp64 `reference` is at most `factor` times that of `plain` torch."""
     errors = {
         name: relative_error(tensor, expected)
         for name, expected in reference.items()
