@@ -1,0 +1,179 @@
+"""A tensor-parallel linear with LoRA adapters beside it, which add no collective to it.
+
+Base and branch meet between the base's own communication: the input enters the parallel region once, both multiply it,
+and their sum leaves once. In the backward their input gradients meet before the one reduction likewise.
+
+| base | A | B | has a partial gradient on each rank, summed once per step |
+|---|---|---|---|
+| column | (r, in), the same on all ranks | (out / tp, r) | A |
+| row | (r, in / tp) | (out, r), the same on all ranks | B |
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from megatron_frozen import gemm
+from megatron_frozen.comm import Group
+from megatron_frozen.errors import ConfigError
+from megatron_frozen.layers import ColumnParallelLinear, RowParallelLinear
+from megatron_frozen.lora.config import LoraConfig
+from megatron_frozen.lora.low_rank import AddLowRank
+from megatron_frozen.params import gather_full, mark_partial_grad, set_tensor_model_parallel_attributes, shard_of
+
+Linear: TypeAlias = ColumnParallelLinear | RowParallelLinear
+
+
+def base_of(module: nn.Module) -> Linear:
+    """Return the base layer of a LoraLinear, and a bare linear itself."""
+    base = module.base_layer if isinstance(module, LoraLinear) else module
+    assert isinstance(base, ColumnParallelLinear | RowParallelLinear)
+    return base
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether ``module`` is of a kind that adapters go on, bare or wrapped already."""
+    return isinstance(module, LoraLinear | ColumnParallelLinear | RowParallelLinear)
+
+
+def unsupported(module: nn.Module) -> str | None:
+    """Return why ``module`` cannot carry an adapter, as the end of a sentence; None if it can."""
+    if not isinstance(module, ColumnParallelLinear | RowParallelLinear):
+        return f"it is a {type(module).__name__}, and LoRA adapts ColumnParallelLinear and RowParallelLinear only"
+    if module.weight is None:
+        return "it holds no weight of its own (skip_weight_param_allocation); adapt the module that owns the weight"
+    if module.expert_parallel:
+        return "its experts are spread over ranks, which start and sum adapters apart; leave expert layers out"
+    if getattr(module.weight, "partition_stride", 1) != 1:
+        return "its rows are interleaved over ranks (stride above 1), which PEFT's files cannot say; use stride=1"
+    return None
+
+
+class LoraLinear(nn.Module):
+    """Wraps one ColumnParallelLinear or RowParallelLinear. Adapters have names, and one of them is active.
+
+    forward takes what the base takes and returns its ``(output, bias)``, in the base's dtype. The factors are cast to
+    the activations' dtype for the products (h = A x stays in it); their gradients come back in the factors' own.
+
+    Raises ConfigError where the base is of another type, or cannot carry an adapter.
+    """
+
+    active_adapter: str | None
+    """Name of the adapter that forward adds; None for the base alone."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        if (why_not := unsupported(base_layer)) is not None:
+            raise ConfigError(f"LoraLinear was given a base layer it cannot wrap: {why_not}")
+        self.base_layer = base_of(base_layer)
+        self.is_column = isinstance(base_layer, ColumnParallelLinear)
+        self.adapters: dict[str, LoraConfig] = {}
+        self.lora_A = nn.ParameterDict()
+        self.lora_B = nn.ParameterDict()
+        self.active_adapter = None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The base's weight shard."""
+        weight = self.base_layer.weight
+        assert weight is not None
+        return weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The base's bias."""
+        return self.base_layer.bias
+
+    @property
+    def tp_group(self) -> Group:
+        """The base's tensor-parallel group."""
+        return self.base_layer.tp_group
+
+    def add_adapter(self, adapter_name: str, config: LoraConfig, *, full_A: torch.Tensor, full_B: torch.Tensor) -> None:
+        """Add an adapter from full factors A [r, in] and B [out, r]; this rank keeps its part. No collective."""
+        assert adapter_name not in self.adapters
+        weight = self.weight
+        for factors, full in ((self.lora_A, full_A), (self.lora_B, full_B)):
+            shard = self._shard(full, of=factors).to(weight.device, config.dtype or weight.dtype, copy=True)
+            factor = nn.Parameter(shard)
+            if self._is_sharded(factors):
+                set_tensor_model_parallel_attributes(factor, is_parallel=True, dim=self._sharded_dim, stride=1)
+            else:
+                mark_partial_grad(factor)
+            factors[adapter_name] = factor
+        self.adapters[adapter_name] = config
+
+    @torch.no_grad()
+    def set_factors(self, adapter_name: str, *, full_A: torch.Tensor, full_B: torch.Tensor) -> None:
+        """Overwrite an adapter with this rank's parts of full factors A [r, in] and B [out, r]. No collective."""
+        self.lora_A[adapter_name].copy_(self._shard(full_A, of=self.lora_A))
+        self.lora_B[adapter_name].copy_(self._shard(full_B, of=self.lora_B))
+
+    def full_factors(self, adapter_name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return A [r, in] and B [out, r] on every rank of the group, in their own dtype. One all-gather."""
+        A, B = self.lora_A[adapter_name], self.lora_B[adapter_name]
+        return gather_full(A, group=self.tp_group), gather_full(B, group=self.tp_group)
+
+    @property
+    def _sharded_dim(self) -> int:
+        return 0 if self.is_column else 1
+
+    def _is_sharded(self, factors: nn.ParameterDict) -> bool:
+        return factors is (self.lora_B if self.is_column else self.lora_A)
+
+    def _shard(self, full: torch.Tensor, *, of: nn.ParameterDict) -> torch.Tensor:
+        if not self._is_sharded(of):
+            return full
+        return shard_of(full, partition_dim=self._sharded_dim, group=self.tp_group)
+
+    def _dropout(self, input_: torch.Tensor, *, p: float) -> torch.Tensor:
+        """Zero entries of this rank's part of the input, unscaled, by a mask drawn for the full width.
+
+        So tensor-parallel ranks in one random state draw what one rank would: the same mask for a replicated input, its
+        own columns of it for a sharded one.
+        """
+        full_shape = [*input_.shape[:-1], self.base_layer.input_size]
+        keep = torch.empty(full_shape, dtype=torch.bool, device=input_.device).bernoulli_(1 - p)
+        if not self.is_column:
+            keep = shard_of(keep, partition_dim=keep.dim() - 1, group=self.tp_group)
+        return input_ * keep
+
+    def forward(self, input_: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the base's ``(output, bias)``, with scale * B A dropout(input) of the active adapter in the output.
+
+        Shapes, dtypes, collectives and ``options`` (a column layer's runtime_gather_output) are the base's.
+        """
+        name = self.active_adapter
+        if name is None:
+            return self.base_layer(input_, **options)
+        config = self.adapters[name]
+        input_parallel = self.base_layer.enter_parallel(input_)
+        output_parallel = self.base_layer.multiply(input_parallel)
+        scale = config.scale
+        if self.training and config.dropout:
+            input_parallel = self._dropout(input_parallel, p=config.dropout)
+            scale /= 1 - config.dropout
+        output_parallel = AddLowRank.apply(output_parallel, input_parallel, self.lora_A[name], self.lora_B[name], scale)
+        return self.base_layer.leave_parallel(output_parallel, **options)
+
+    def extra_repr(self) -> str:
+        """Name the adapters and the active one."""
+        return f"adapters={list(self.adapters)}, active_adapter={self.active_adapter!r}"
+
+
+def adapter_delta(layer: LoraLinear, *, adapter_name: str | None = None) -> torch.Tensor:
+    """Return scale * B A in fp32, of the shape of the base's weight shard, for the active adapter or a named one.
+
+    No collective: each rank's factors give exactly its part of the full product.
+    """
+    name = adapter_name if adapter_name is not None else layer.active_adapter
+    if name not in layer.adapters:
+        raise ConfigError(
+            f"adapter {name!r} is not on this layer, which holds {', '.join(layer.adapters) or 'none'}; "
+            f"name one that it holds"
+        )
+    A, B = layer.lora_A[name].detach(), layer.lora_B[name].detach()
+    return gemm.dgrad(B.float(), A.float()).mul_(layer.adapters[name].scale)
