@@ -5,8 +5,9 @@ A group is a ``torch.distributed.ProcessGroup`` or None, which means one rank an
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
@@ -18,8 +19,8 @@ Group: TypeAlias = dist.ProcessGroup | None
 @dataclass
 class _ModelParallelState:
     is_set_up: bool = False
-    tensor: Group = None
-    data: Group = None
+    tensor: Any = None  # a Group; torch types what it makes more widely
+    data: Any = None
 
 
 _STATE = _ModelParallelState()
@@ -61,12 +62,14 @@ def initialize_model_parallel(
     *,
     context_parallel_size: int = 1,
     expert_model_parallel_size: int = 1,
+    distributed_timeout_minutes: float = 30,
 ) -> None:
     """Cut the default process group into tensor-parallel groups of neighbours and data-parallel groups across them.
 
-    With 6 ranks and tensor_model_parallel_size 3 the tensor-parallel groups are (0 1 2) (3 4 5) and the data-parallel ones
-    (0 3) (1 4) (2 5), as in Megatron's ``parallel_state.initialize_model_parallel``, whose other sizes must be 1 here.
-    Every rank calls it. Without an initialised process group, size 1 is one rank.
+    With 6 ranks and tensor_model_parallel_size 3 the tensor-parallel groups are (0 1 2) (3 4 5) and the data-parallel
+    ones (0 3) (1 4) (2 5), as in Megatron's ``parallel_state.initialize_model_parallel``, whose other sizes must be 1
+    here. Every rank calls it. A rank that waits for another one in these groups gives up after the timeout (torch
+    does not hand that of the default group down). Without an initialised process group, size 1 is one rank.
 
     Raises ParallelError where it was called before, or a size does not fit.
     """
@@ -92,8 +95,9 @@ def initialize_model_parallel(
             for start in range(0, world_size, tensor_model_parallel_size)
         ]
         data_ranks = [list(ranks) for ranks in zip(*tensor_ranks, strict=True)]
-        _STATE.tensor, _ = dist.new_subgroups_by_enumeration(tensor_ranks)
-        _STATE.data, _ = dist.new_subgroups_by_enumeration(data_ranks)
+        timeout = datetime.timedelta(minutes=distributed_timeout_minutes)
+        _STATE.tensor, _ = dist.new_subgroups_by_enumeration(tensor_ranks, timeout=timeout)
+        _STATE.data, _ = dist.new_subgroups_by_enumeration(data_ranks, timeout=timeout)
     _STATE.is_set_up = True
 
 

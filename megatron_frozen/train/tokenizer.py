@@ -41,6 +41,7 @@ class Tokenizer:
     def __init__(self, backend: Any, *, template: str | None, named_tokens: Mapping[str, str], folder: Path) -> None:
         self._backend, self._folder, self._named_tokens = backend, folder, dict(named_tokens)
         self._template = None if template is None else _compile(template, folder=folder)
+        self.has_chat_template = template is not None
         self.has_generation_blocks = bool(template and re.search(r"\{%-?\s*generation\s*-?%\}", template))
         self.bos_id = self._id("bos_token") if "bos_token" in named_tokens else None
         self.eos_id = self._id("eos_token")

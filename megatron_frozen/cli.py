@@ -1,0 +1,113 @@
+"""The command line: `megatron-frozen COMMAND`, also `python -m megatron_frozen COMMAND`, alone or under torchrun.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage or config.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_frozen.checkpoint.demo_model import fetch_demo_model
+from megatron_frozen.environment import launched_rank
+from megatron_frozen.errors import ConfigError, MegatronFrozenError
+from megatron_frozen.train.commands import answer_prompt, merge_folder
+from megatron_frozen.train.config import load_config
+from megatron_frozen.train.facts import facts_table
+from megatron_frozen.train.job import train
+from megatron_frozen.train.schema import DTYPES
+
+_FIRST_RANK_SPEAKS_S = 10.0  # how long another rank leaves it to the first one to say what went wrong
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. What goes wrong is one sentence on stderr, said by one rank."""
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
+    except KeyboardInterrupt:
+        return _fail("interrupted; the same command goes on from the last checkpoint", code=130)
+    except (MegatronFrozenError, OSError) as error:
+        return _fail(str(error), code=2 if isinstance(error, ConfigError) else 1)
+    except Exception as error:
+        # Not a user's mistake. The other ranks may be waiting for this one, so it speaks at once.
+        traceback.print_exc()
+        _say(f"{type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+def console_main() -> None:
+    """Entry point of the script. After a failure the process ends without taking groups down, which could hang."""
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        os._exit(code)
+
+
+def _fail(message: str, *, code: int) -> int:
+    """Say `message` once: the other ranks leave it to the first one, whose end makes torchrun end them too."""
+    rank, _, _ = launched_rank()
+    if rank:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
+        time.sleep(_FIRST_RANK_SPEAKS_S)
+    _say(message)
+    return code
+
+
+def _say(message: str) -> None:
+    rank, world_size, _ = launched_rank()
+    where = f" (rank {rank})" if world_size > 1 else ""
+    print(f"megatron-frozen{where}: error: {message}", file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megatron-frozen", description="Tensor-parallel LoRA training.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("train", help="train as a YAML file says, under torchrun or on one rank")
+    command.add_argument("config", type=Path, metavar="CONFIG.yaml")
+    command.add_argument("overrides", nargs="*", metavar="key=value", help="settings in place of the file's: lora.r=8")
+    command.set_defaults(run=lambda given: train(load_config(given.config, overrides=given.overrides)))
+
+    command = commands.add_parser("generate", help="answer a prompt, with an adapter also without it")
+    _add_model(command)
+    command.add_argument("--adapter", type=Path, metavar="FOLDER", help="a PEFT adapter")
+    command.add_argument("--prompt", required=True)
+    command.add_argument("--max-new-tokens", type=_positive, default=128, metavar="N")
+    command.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
+    command.add_argument("--seed", type=int, default=0, help="for a temperature above 0")
+    command.set_defaults(run=answer_prompt)
+
+    command = commands.add_parser("merge", help="write a model with its adapter merged in as a Hugging Face folder")
+    _add_model(command)
+    command.add_argument("--adapter", type=Path, required=True, metavar="FOLDER", help="a PEFT adapter")
+    command.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="a new or empty folder")
+    command.set_defaults(run=merge_folder)
+
+    command = commands.add_parser("fetch-demo-model", help="make sure that the demo model is in the cache")
+    command.add_argument("--cache-folder", type=Path, metavar="FOLDER")
+    command.set_defaults(run=lambda given: print(fetch_demo_model(given.cache_folder)))
+
+    command = commands.add_parser("env", help="what this installation runs on")
+    command.set_defaults(run=lambda _: print(facts_table()))
+    return parser
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", required=True, metavar="FOLDER", help="a Hugging Face folder, or demo")
+    command.add_argument("--dtype", choices=DTYPES, default="bf16", help="bf16 (default) or fp32")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+    return value

@@ -1,0 +1,81 @@
+"""The commands beside `train` that run a model. Under torchrun all ranks hold one tensor-parallel copy of it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from megatron_frozen.checkpoint.hf_folder import load_hf_folder
+from megatron_frozen.checkpoint.merge import merge_adapter
+from megatron_frozen.comm import WORLD, group_rank, together
+from megatron_frozen.environment import launched_rank
+from megatron_frozen.errors import ConfigError
+from megatron_frozen.layers import ModelParallelConfig
+from megatron_frozen.lora import adapters_disabled, load_adapter
+from megatron_frozen.models import CausalLM
+from megatron_frozen.train.chat import encode_prompt
+from megatron_frozen.train.config import check_model_folder
+from megatron_frozen.train.generate import generate
+from megatron_frozen.train.job import model_folder
+from megatron_frozen.train.launch import parallel_ranks
+from megatron_frozen.train.sample import question_row
+from megatron_frozen.train.schema import DTYPES
+from megatron_frozen.train.tokenizer import load_tokenizer
+
+_TIMEOUT_S = 600.0
+
+
+def answer_prompt(given: argparse.Namespace) -> None:
+    """Print the model's answer to `given.prompt`, and with `given.adapter` the adapted one's after it."""
+    if given.temperature < 0:
+        raise ConfigError(f"--temperature is {given.temperature}; give 0 (the likeliest answer) or a number above it")
+    _, world_size, _ = launched_rank()
+    check_model_folder(given.model, tensor_model_parallel_size=world_size)
+    with parallel_ranks(tensor_model_parallel_size=world_size, timeout_s=_TIMEOUT_S) as device:
+        folder = model_folder(given.model)
+        with together(doing="reading the prompt"):
+            tokenizer = load_tokenizer(folder)
+            prompt_ids = encode_prompt(question_row(given.prompt, tokenizer), tokenizer)
+        model = _load(folder, given, device=device)
+
+        def answer() -> str:
+            tokens = generate(
+                model,
+                prompt_ids,
+                max_new_tokens=given.max_new_tokens,
+                stop_ids=tokenizer.stop_ids,
+                temperature=given.temperature,
+                seed=given.seed,
+            )
+            return tokenizer.decode(tokens).strip()
+
+        with adapters_disabled(model):
+            _print_first(f"{'without adapter: ' if given.adapter else ''}{answer()}")
+        if given.adapter:
+            _print_first(f"with adapter: {answer()}")
+
+
+def merge_folder(given: argparse.Namespace) -> None:
+    """Write `given.model` with `given.adapter` merged in as the Hugging Face folder `given.output`."""
+    _, world_size, _ = launched_rank()
+    check_model_folder(given.model, tensor_model_parallel_size=world_size)
+    with parallel_ranks(tensor_model_parallel_size=world_size, timeout_s=_TIMEOUT_S) as device:
+        folder = model_folder(given.model)
+        model = _load(folder, given, device=device)
+        merge_adapter(model, given.output, source_folder=folder, dtype=DTYPES[given.dtype])
+        _print_first(f"merged into {given.output}")
+
+
+def _load(folder: Path, given: argparse.Namespace, *, device: torch.device) -> CausalLM:
+    parallel = ModelParallelConfig(params_dtype=DTYPES[given.dtype])
+    model = load_hf_folder(folder, parallel=parallel).to(device)
+    if given.adapter:
+        load_adapter(model, given.adapter)
+    return model
+
+
+def _print_first(text: str) -> None:
+    if group_rank(WORLD) == 0:
+        print(text, flush=True)

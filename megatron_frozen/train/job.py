@@ -1,0 +1,243 @@
+"""A training run from its config to its summary.
+
+Order: everything about the config, then the process groups, the output folder, the data, the weights; only then is the
+first file written. What goes wrong on one rank ends all of them (see `comm.agreement`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_frozen.checkpoint.demo_model import fetch_demo_model
+from megatron_frozen.checkpoint.hf_folder import load_hf_folder, save_hf_folder
+from megatron_frozen.checkpoint.train_state import (
+    checkpoint_name,
+    load_optimizer,
+    load_random_state,
+    load_state,
+    prune,
+    save_checkpoint,
+)
+from megatron_frozen.comm import (
+    WORLD,
+    get_data_parallel_group,
+    get_data_parallel_rank,
+    get_data_parallel_world_size,
+    group_rank,
+    on_first_rank,
+    together,
+)
+from megatron_frozen.environment import launched_rank
+from megatron_frozen.layers import ModelParallelConfig
+from megatron_frozen.lora import apply_lora, load_adapter, save_adapter
+from megatron_frozen.models import CausalLM
+from megatron_frozen.train.batches import collate_all
+from megatron_frozen.train.config import DEMO_MODEL, TrainConfig, check_inputs, check_world
+from megatron_frozen.train.dataset import Dataset, load_dataset
+from megatron_frozen.train.evaluate import evaluate
+from megatron_frozen.train.launch import parallel_ranks
+from megatron_frozen.train.reports import Reports
+from megatron_frozen.train.run_folder import CHECKPOINTS, Start, begin, find_start, identity, print_summary
+from megatron_frozen.train.sample import Sample, answer, choose_sample
+from megatron_frozen.train.schema import DTYPES
+from megatron_frozen.train.tokenizer import load_tokenizer
+from megatron_frozen.train.trainer import Trainer
+
+
+def train(config: TrainConfig) -> None:
+    """Run `config` to its end. Every rank that torchrun started calls it; without torchrun it is one rank.
+
+    Raises ConfigError before any process group or weight is touched, if the config alone shows that it cannot run.
+    """
+    check_inputs(config)
+    check_world(config, world_size=launched_rank()[1])
+    with parallel_ranks(
+        tensor_model_parallel_size=config.tensor_model_parallel_size, timeout_s=config.distributed_timeout_s
+    ) as device:
+        start = on_first_rank(lambda: find_start(config), doing="reading output_dir")
+        if group_rank(WORLD) == 0:
+            for message in start.messages:
+                print(message, flush=True)
+        if start.summary is None:
+            _Job(config, start=start, device=device).run()
+        elif group_rank(WORLD) == 0:
+            print("this run is finished; raise max_steps to go on, or give another output_dir for another run")
+            print_summary(start.summary)
+
+
+def model_folder(model: str) -> Path:
+    """The checkpoint folder that a config's `model` names; the demo model is fetched first, by one rank."""
+    if model == DEMO_MODEL:
+        return on_first_rank(fetch_demo_model, doing="fetching the demo model")
+    return Path(model)
+
+
+class _Job:
+    """A run between its start and its end."""
+
+    def __init__(self, config: TrainConfig, *, start: Start, device: torch.device) -> None:
+        self.config, self.device = config, device
+        self.folder = Path(config.output_dir)
+        self.source_folder = model_folder(config.model)
+        with together(doing="reading the data"):
+            self.tokenizer = load_tokenizer(self.source_folder)
+            train_data = load_dataset(config.train_data, self.tokenizer, config=config)
+            held_out = load_dataset(config.eval_data, self.tokenizer, config=config) if config.eval_data else None
+            self.sample = self._choose_sample(held_out)
+        self.identity = identity(config)
+        self.trainer = Trainer(self._build_model(start), config=config, rows=train_data.packed, device=device)
+        self.eval_batches = self._eval_batches(held_out)
+        self.before: dict[str, Any] = {}
+        self.saved_step = self.evaluated_step = -1
+        # Tensor-parallel ranks draw the same dropout masks, data-parallel ones others.
+        torch.manual_seed(config.seed + get_data_parallel_rank())
+        if start.resume_from is not None:
+            self._resume(start.resume_from)
+        on_first_rank(lambda: begin(config), doing="writing output_dir")
+        self.reports = Reports(config, first_step=self.trainer.step, resumed=start.resume_from is not None)
+        for data in (train_data, held_out):
+            for report in data.reports if data is not None else ():
+                self.reports.say(report)
+
+    def run(self) -> None:
+        """Train, evaluate and save until max_steps, then show what came of it."""
+        trainer, config = self.trainer, self.config
+        with contextlib.closing(self.reports):
+            if trainer.step == 0:
+                self.before = {"loss": self._evaluate(), "answer": self._answer()}
+            while trainer.step < config.max_steps:
+                self.reports.step(trainer.step + 1, trainer.run_step())
+                if config.eval_every and trainer.step % config.eval_every == 0:
+                    self._evaluate()
+                if config.save_every and trainer.step % config.save_every == 0:
+                    self._save()
+            loss = self._evaluate()
+            self._save()
+            self._save_result()
+        summary = {
+            "step": trainer.step,
+            "loss_before": self.before["loss"],
+            "loss_after": loss,
+            "question": self.sample.question if self.sample else None,
+            "reference": self.sample.reference if self.sample else None,
+            "answer_before": self.before["answer"],
+            "answer_after": self._answer(),
+            "result": str(self.folder / self._model_name),
+        }
+        on_first_rank(lambda: self.reports.finish(summary), doing="writing the summary")
+
+    @property
+    def _model_name(self) -> str:
+        return "model" if self.config.lora is None else "adapter"
+
+    def _choose_sample(self, held_out: Dataset | None) -> Sample | None:
+        if self.config.sample_max_new_tokens == 0:
+            return None
+        return choose_sample(self.config.sample_prompt, held_out.rows if held_out else (), self.tokenizer)
+
+    def _build_model(self, start: Start) -> CausalLM:
+        config = self.config
+        parallel = ModelParallelConfig(
+            tensor_model_parallel_size=config.tensor_model_parallel_size,
+            sequence_parallel=config.sequence_parallel,
+            params_dtype=DTYPES["fp32" if config.lora is None else config.dtype],
+        )
+        folder = self.source_folder
+        if config.lora is None and start.resume_from is not None:
+            folder = start.resume_from / self._model_name
+        model = load_hf_folder(folder, parallel=parallel).to(self.device)
+        model.activation_checkpointing = config.activation_checkpointing
+        if config.lora is not None:
+            apply_lora(model, config.lora, seed=config.seed)
+            if start.resume_from is not None:
+                load_adapter(model, start.resume_from / self._model_name, dtype=config.lora.dtype)
+        return model
+
+    def _eval_batches(self, held_out: Dataset | None) -> list[Any]:
+        if held_out is None:
+            return []
+        return collate_all(
+            held_out.packed[get_data_parallel_rank() :: get_data_parallel_world_size()],
+            size=self.config.micro_batch_size,
+            multiple_of=self.trainer.length_multiple,
+            device=self.device,
+        )
+
+    def _resume(self, checkpoint: Path) -> None:
+        trainer = self.trainer
+        with together(doing=f"resuming from {checkpoint}"):
+            state = load_state(checkpoint)
+            trainer.step, trainer.position, self.before = state["step"], state["position"], state["before"]
+            load_optimizer(
+                checkpoint,
+                parameters=trainer.parameters,
+                optimizer=trainer.optimizer,
+                group=trainer.model.tp_group,
+            )
+            if not load_random_state(checkpoint) and group_rank(WORLD) == 0:
+                print(
+                    f"{checkpoint} was saved by another number of ranks: random numbers (dropout) start anew",
+                    flush=True,
+                )
+        self.saved_step = trainer.step
+
+    def _evaluate(self) -> float | None:
+        """The held-out loss, recorded; computed once per step. None without held-out rows."""
+        step = self.trainer.step
+        if self.config.eval_data is None:
+            return None
+        if self.evaluated_step != step:
+            self.evaluated_step = step
+            self.eval_loss, tokens = evaluate(
+                self.trainer.model, self.eval_batches, group=get_data_parallel_group(), precision=self.trainer.precision
+            )
+            self.reports.evaluation(step, loss=self.eval_loss, tokens=tokens)
+        return self.eval_loss
+
+    def _answer(self) -> str | None:
+        if self.sample is None:
+            return None
+        with self.trainer.precision():
+            return answer(
+                self.trainer.model, self.sample, self.tokenizer, max_new_tokens=self.config.sample_max_new_tokens
+            )
+
+    def _save(self) -> None:
+        trainer, checkpoints = self.trainer, self.folder / CHECKPOINTS
+        if self.saved_step == trainer.step:
+            return
+        self.saved_step = trainer.step
+        save_checkpoint(
+            checkpoints / checkpoint_name(trainer.step),
+            save_model=self._save_model,
+            parameters=trainer.parameters,
+            optimizer=trainer.optimizer,
+            group=trainer.model.tp_group,
+            state={
+                "step": trainer.step,
+                "position": trainer.position,
+                "world_size": get_data_parallel_world_size() * self.config.tensor_model_parallel_size,
+                "before": self.before,
+                "run": self.identity,
+            },
+        )
+        on_first_rank(lambda: prune(checkpoints, keep=self.config.keep_checkpoints), doing="removing old checkpoints")
+
+    def _save_result(self) -> None:
+        """The final adapter or model, in place of one that a run cut short at its very end has left."""
+        target = self.folder / self._model_name
+        on_first_rank(lambda: shutil.rmtree(target, ignore_errors=True), doing=f"removing the old {target}")
+        self._save_model(self.folder)
+
+    def _save_model(self, folder: Path) -> None:
+        """Write the result into `folder`; every rank calls it."""
+        target = folder / self._model_name
+        if self.config.lora is None:
+            save_hf_folder(self.trainer.model, target, source_folder=self.source_folder)
+        else:
+            save_adapter(self.trainer.model, target, base_model_name=self.config.model)

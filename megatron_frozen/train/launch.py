@@ -1,0 +1,36 @@
+"""The ranks of a command: the process groups that torchrun's variables ask for, and nothing at all without torchrun."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from megatron_frozen.comm import destroy_model_parallel, initialize_model_parallel
+from megatron_frozen.environment import launched_rank
+
+
+@contextmanager
+def parallel_ranks(*, tensor_model_parallel_size: int, timeout_s: float) -> Iterator[torch.device]:
+    """Set up the tensor- and data-parallel groups around the body and yield this rank's device.
+
+    Objects and CPU tensors travel by gloo, CUDA tensors by NCCL. After an exception the groups are left as they are:
+    taking them down can mean waiting for ranks that are gone, and the process ends anyway.
+    """
+    _, world_size, local_rank = launched_rank()
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    ours = world_size > 1 and not dist.is_initialized()
+    if ours:
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+    initialize_model_parallel(tensor_model_parallel_size, distributed_timeout_minutes=timeout_s / 60)
+    yield device
+    destroy_model_parallel()
+    if ours:
+        dist.destroy_process_group()

@@ -1,0 +1,47 @@
+"""metrics.jsonl: one JSON object a line, appended as the run goes; a resumed run cuts it back to its first step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_frozen.io import atomic_write
+
+
+class MetricsFile:
+    """The metric records of one run. One rank writes it.
+
+    A record has `kind` ("train" or "eval"), `step` (optimizer steps done) and the values of that kind.
+    """
+
+    def __init__(self, path: Path, *, from_step: int | None) -> None:
+        """Open `path`; records after step `from_step` are dropped, all of them if it is None."""
+        self.records = [] if from_step is None else [r for r in read_metrics(path) if r["step"] <= from_step]
+        with atomic_write(path) as temporary:
+            temporary.write_text("".join(json.dumps(record) + "\n" for record in self.records), encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, kind: str, *, step: int, **values: Any) -> None:
+        """Append one record; it is on disk when this returns."""
+        record = {"kind": kind, "step": step, **values}
+        self.records.append(record)
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records in `path`, none if it is missing. A last line cut short by a crash is left out."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break
+    return records

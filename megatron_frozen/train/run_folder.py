@@ -1,0 +1,136 @@
+"""The output folder of a run: whose it is, where the run goes on from, and what it leaves behind.
+
+| entry | what it holds |
+|---|---|
+| `run.json` | what the run is: a folder never mixes two runs |
+| `checkpoints/step_NNNNNNNN/` | see checkpoint/train_state.py |
+| `metrics.jsonl`, `tensorboard/`, `loss.png` | the loss over the steps |
+| `adapter/` or `model/` | the result: a PEFT adapter, or with full fine-tuning a Hugging Face folder |
+| `summary.json` | what the end of the run showed |
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_frozen.checkpoint.train_state import load_state, newest_complete
+from megatron_frozen.errors import ConfigError
+from megatron_frozen.io import read_json, write_json
+from megatron_frozen.train.config import TrainConfig
+from megatron_frozen.train.schema import to_plain
+
+CHECKPOINTS, RUN, SUMMARY = "checkpoints", "run.json", "summary.json"
+
+_PATHS = ("model", "train_data")
+_IDENTITY = (*_PATHS, "dtype", "lora", "seq_length", "packing", "on_bad_line", "seed")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """Where a run starts."""
+
+    resume_from: Path | None
+    """A complete checkpoint; None = the beginning."""
+    messages: tuple[str, ...] = ()
+    """What the user should know about the choice."""
+    summary: dict[str, Any] | None = None
+    """Set if the run is finished already: what its end showed."""
+
+
+def identity(config: TrainConfig) -> dict[str, Any]:
+    """What makes two runs the same run: the settings that a resume must not change, and the training data's content."""
+    plain = to_plain(config)
+    values = {name: plain[name] for name in _IDENTITY}
+    values |= {name: str(Path(values[name]).resolve()) for name in _PATHS if Path(values[name]).exists()}
+    return {**values, "train_data_sha256": hashlib.sha256(Path(config.train_data).read_bytes()).hexdigest()}
+
+
+def find_start(config: TrainConfig) -> Start:
+    """Decide where to start, reading the folder only. One rank calls it.
+
+    ConfigError if output_dir holds another run, something else, or a run where none is allowed (resume=never).
+    """
+    folder = Path(config.output_dir)
+    has_run = (folder / RUN).is_file()
+    if not has_run and folder.is_dir() and any(folder.iterdir()):
+        raise ConfigError(f"output_dir {folder} holds other files and no run; give a new or empty folder")
+    if has_run:
+        if config.resume == "never":
+            raise ConfigError(
+                f"output_dir {folder} holds another run and resume is never; give another one, or resume=auto to go on"
+            )
+        _check_same_run(read_json(folder / RUN), config, where=f"output_dir {folder}")
+    if config.resume not in ("auto", "never"):
+        return _start_at(Path(config.resume), config)
+    if not has_run:
+        return Start(resume_from=None)
+    return _newest_start(folder, config)
+
+
+def begin(config: TrainConfig) -> None:
+    """Mark output_dir as the folder of this run. One rank calls it."""
+    write_json(Path(config.output_dir, RUN), identity(config))
+
+
+def _newest_start(folder: Path, config: TrainConfig) -> Start:
+    newest, incomplete = newest_complete(folder / CHECKPOINTS)
+    messages = [f"{path} is not complete (its save was cut short), it is left aside" for path in incomplete]
+    if newest is None:
+        return Start(
+            resume_from=None, messages=(*messages, f"{folder} holds no complete checkpoint, starting at step 0")
+        )
+    step = load_state(newest)["step"]
+    _check_steps_left(newest, step, config)
+    if step == config.max_steps and (folder / SUMMARY).is_file():
+        summary = read_json(folder / SUMMARY)
+        if summary["step"] == config.max_steps:
+            return Start(resume_from=newest, messages=tuple(messages), summary=summary)
+    return Start(resume_from=newest, messages=(*messages, f"resuming from {newest}"))
+
+
+def _start_at(checkpoint: Path, config: TrainConfig) -> Start:
+    state = load_state(checkpoint)
+    _check_same_run(state["run"], config, where=f"the checkpoint {checkpoint}")
+    _check_steps_left(checkpoint, state["step"], config)
+    newest, _ = newest_complete(Path(config.output_dir, CHECKPOINTS))
+    if newest is not None and load_state(newest)["step"] > state["step"]:
+        raise ConfigError(
+            f"resume: {newest} is later than {checkpoint}, so the next resume=auto would not know which to take; "
+            f"remove it, or give another output_dir"
+        )
+    return Start(resume_from=checkpoint, messages=(f"resuming from {checkpoint}",))
+
+
+def _check_steps_left(checkpoint: Path, step: int, config: TrainConfig) -> None:
+    if step > config.max_steps:
+        raise ConfigError(
+            f"max_steps is {config.max_steps} and {checkpoint} is at step {step} already; "
+            f"raise max_steps, or give another output_dir"
+        )
+
+
+def _check_same_run(saved: dict[str, Any], config: TrainConfig, *, where: str) -> None:
+    for name, value in identity(config).items():
+        if saved.get(name) != value:
+            raise ConfigError(
+                f"{where} belongs to another run: its {name} is {saved.get(name)!r} and this config's is {value!r}; "
+                f"give another output_dir, or the settings of that run"
+            )
+
+
+def print_summary(summary: dict[str, Any]) -> None:
+    """Show what a run's end showed."""
+    lines = [f"finished after {summary['step']} steps"]
+    if summary["loss_after"] is not None:
+        before = "unknown" if summary["loss_before"] is None else f"{summary['loss_before']:.4f}"
+        lines.append(f"held-out loss: {before} before, {summary['loss_after']:.4f} after")
+    if summary["question"] is not None:
+        lines.append(f"question: {summary['question']}")
+        if summary["reference"] is not None:
+            lines.append(f"reference: {summary['reference']}")
+        lines += [f"before: {summary['answer_before']}", f"after: {summary['answer_after']}"]
+    lines.append(f"result: {summary['result']}")
+    print("\n".join(lines), flush=True)

@@ -1,0 +1,47 @@
+"""YAML: the only file that imports it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_frozen.errors import ConfigError
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping that the file `path` holds. ConfigError for a missing file, bad syntax or anything but a mapping."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"the config file {path} cannot be read ({error.strerror}); give the path of a YAML file"
+        ) from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"the config file {path} is not UTF-8 text; give the path of a YAML file") from None
+    values = parse_yaml(text, source=str(path))
+    if not isinstance(values, dict):
+        raise ConfigError(f"the config file {path} holds no `key: value` lines; see examples/lora_smollm2.yaml")
+    return values
+
+
+def parse_yaml(text: str, *, source: str) -> Any:
+    """The value of `text`; `source` names it in a ConfigError. A key given twice is an error, no silent overwrite."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            for key in keys:
+                if keys.count(key) > 1:
+                    raise ConfigError(
+                        f"{source}: the key '{key}' is given twice (line {node.start_mark.line + 1} on); keep one"
+                    )
+            return super().construct_mapping(node, deep=deep)
+
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        what = getattr(error, "problem", None) or "not readable"
+        raise ConfigError(f"{source}{where}: this is no valid YAML ({what}); correct it") from None
