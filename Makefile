@@ -42,7 +42,7 @@ clean:
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): requirements-dev.txt setup.py pyproject.toml
-	@test -n "$(PYTHON)" || { echo "make: no Python found; install Python 3.11 or newer or give its path: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@command -v "$(PYTHON)" >/dev/null || { echo "make: no Python found$(if $(PYTHON), at $(PYTHON)); install Python 3.11 or newer or give its path: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@"$(PYTHON)" -c "import sys; sys.exit(sys.version_info < (3, 11))" || { echo "make: $(PYTHON) is $$("$(PYTHON)" --version 2>&1), and the pinned development environment needs Python 3.11 or newer; give one with make PYTHON=/path/to/python3" >&2; exit 1; }
 	@echo "Setting up $(VENV) with $$("$(PYTHON)" --version); the first time takes a few minutes."
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
