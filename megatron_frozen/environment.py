@@ -1,4 +1,4 @@
-"""The only reader of environment variables. Each switch is read at the call, so a test or a launcher may set it late."""
+"""The only reader of environment variables, each at the call, so that a test or a launcher may set it late."""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ Argument names, order and defaults are those of Megatron-core 0.16.1. ``tp_group
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from megatron_frozen import environment
@@ -29,9 +31,7 @@ def _operands(
         bias = None if bias is None else bias.to(dtype)
     dtypes = {input.dtype, weight.dtype} | ({bias.dtype} if bias is not None else set())
     if len(dtypes) > 1:
-        raise LayoutError(
-            f"a linear product got operands of dtypes {sorted(map(str, dtypes))}; cast input, weight and bias to one dtype"
-        )
+        raise LayoutError(f"a linear product got operands of dtypes {sorted(map(str, dtypes))}; cast them to one dtype")
     if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
         raise LayoutError(
             f"a linear product got an input of shape {list(input.shape)} for a weight of shape {list(weight.shape)}; "
@@ -45,7 +45,11 @@ def _group(
 ) -> tuple[Group, bool, bool]:
     """Return the group, and whether an all-reduce and a reduce-scatter are due; neither on one rank."""
     if async_grad_allreduce is not None:
-        raise ConfigError("async_grad_allreduce was removed from Megatron-core in 0.11; pass allreduce_dgrad instead")
+        warnings.warn(
+            "async_grad_allreduce is ignored, as Megatron-core ignores it since 0.11; pass allreduce_dgrad instead",
+            DeprecationWarning,
+            stacklevel=3,
+        )
     if allreduce_dgrad and sequence_parallel:
         raise ConfigError(
             "allreduce_dgrad and sequence_parallel are both on, but a reduce-scatter already sums the input gradient; "
@@ -75,16 +79,17 @@ def linear_with_frozen_weight(
     """Return X W^T + b for a frozen W; W gets no gradient, b does if it requires it.
 
     input [..., I], weight [O, I], bias [O] or None, all of one dtype (cast under autocast); returns [..., O].
-    gradient_accumulation_fusion, grad_output_buffer and wgrad_deferral_limit are there for the shape of the call and must be
-    None where None is the default. Collectives and the fp32 options: see ``LinearWithFrozenWeight``; the environment
-    switches MEGATRON_TRUE_ON_POLICY_LINEAR_DGRAD_FP32 and MEGATRON_TRUE_ON_POLICY_DGRAD_ALLREDUCE_FP32 turn them on too.
+    gradient_accumulation_fusion, grad_output_buffer and wgrad_deferral_limit are there for the shape of the call and
+    must be None where None is the default. Collectives and the fp32 options: see ``LinearWithFrozenWeight``; the
+    environment switches MEGATRON_TRUE_ON_POLICY_LINEAR_DGRAD_FP32 and MEGATRON_TRUE_ON_POLICY_DGRAD_ALLREDUCE_FP32
+    turn them on too.
 
     Raises LayoutError for operands that do not fit and ConfigError for options that exclude each other.
     """
     if grad_output_buffer is not None or wgrad_deferral_limit is not None:
         raise ConfigError(
-            "grad_output_buffer or wgrad_deferral_limit was given for a frozen weight, which has no weight gradient to put "
-            "off; leave them None"
+            "grad_output_buffer or wgrad_deferral_limit was given for a frozen weight, which has no weight gradient to "
+            "put off; leave them None"
         )
     group, allreduce, scatter = _group(
         tp_group,
@@ -120,8 +125,8 @@ def linear_with_grad_accumulation_and_async_allreduce(
     """Return X W^T + b for a trainable W, whose gradient goes to ``.grad`` or, fused, into ``weight.main_grad``.
 
     input [..., I], weight [O, I], bias [O] or None, all of one dtype (cast under autocast); returns [..., O].
-    grad_output_buffer collects dY for a weight gradient that its owner computes later, up to wgrad_deferral_limit of them
-    (0: no limit). Collectives and the fp32 options: see ``LinearWithGradAccumulationAndAsyncCommunication`` and
+    grad_output_buffer collects dY for a weight gradient that its owner computes later, up to wgrad_deferral_limit of
+    them (0: no limit). Collectives and the fp32 options: see ``LinearWithGradAccumulationAndAsyncCommunication`` and
     ``linear_with_frozen_weight``.
 
     Raises LayoutError for operands that do not fit and ConfigError for options that exclude each other.
@@ -135,8 +140,8 @@ def linear_with_grad_accumulation_and_async_allreduce(
     input, cast_weight, bias = _operands(input, weight, bias)
     if gradient_accumulation_fusion and cast_weight is not weight:
         raise ConfigError(
-            f"gradient_accumulation_fusion is on for a {weight.dtype} weight under autocast to {cast_weight.dtype}, whose "
-            f"cast copy has no main_grad; keep the weight in {cast_weight.dtype} or turn one of the two off"
+            f"gradient_accumulation_fusion is on for a {weight.dtype} weight and autocast to {cast_weight.dtype}: the "
+            f"cast copy has no main_grad, so keep the weight in {cast_weight.dtype} or turn one of the two off"
         )
     return LinearWithGradAccumulationAndAsyncCommunication.apply(
         input,
@@ -161,8 +166,9 @@ def vocab_parallel_cross_entropy(
 ) -> torch.Tensor:
     """Return the loss per token [...] in fp32 of logits [..., V/ranks] whose vocabulary is cut over the group.
 
-    target [...] holds global ids, int64; -100 gives loss 0 and no gradient. label_smoothing is in [0, 1). Two all-reduces of
-    token-sized tensors forward, none backward. The logits stay untouched. See ``VocabParallelCrossEntropy``.
+    target [...] holds global ids, int64; -100 gives loss 0 and no gradient. label_smoothing is in [0, 1). Two
+    all-reduces of token-sized tensors forward, none backward. The logits stay untouched. See
+    ``VocabParallelCrossEntropy``.
 
     Raises LayoutError where shapes differ and ConfigError for a label_smoothing out of range.
     """

@@ -22,9 +22,9 @@ from megatron_frozen.errors import LayoutError
 class Fold:
     """How the leading dims of one tensor became the rows of a matrix, and how to give them back.
 
-    lead_shape: the leading dims as they were. order: those that hold distinct rows, slowest first; the others have size
-    1 or stride 0. num_rows: product of their sizes. repeats: how many times each row stands in the tensor. is_view:
-    whether the matrix aliases the tensor. is_natural: whether the rows stand in their own order, each once.
+    lead_shape: the leading dims as they were. order: those that hold distinct rows, slowest first; the others have
+    size 1 or stride 0. num_rows: product of their sizes. repeats: how many times each row stands in the tensor.
+    is_view: whether the matrix aliases the tensor. is_natural: whether the rows stand in their own order, each once.
     """
 
     lead_shape: tuple[int, ...]
@@ -48,9 +48,8 @@ class Fold:
     def unfold_output(self, matrix: torch.Tensor) -> torch.Tensor:
         """Return ``matrix`` [R, N], a fresh product, as [*lead_shape, N] that its user may write into.
 
-        Autograd forbids in-place writes to a view that a custom function returns, so this is a tensor of its own over the same
-        bytes; only repeated rows are written out, since no two elements of an output may share a place.
-        """
+        Autograd forbids in-place writes to a view that a custom function returns, so this is a tensor of its own over
+        the same bytes; only repeated rows are written out, since no two elements of an output may share a place."""
         if self.is_natural:
             return torch.ops.aten._unsafe_view(matrix, [*self.lead_shape, matrix.shape[-1]])
         view = self.unfold(matrix)
@@ -129,8 +128,8 @@ def fold_leading(tensor: torch.Tensor) -> tuple[torch.Tensor, Fold]:
     """Return ``tensor`` [..., H] as a matrix [R, H] that a GEMM reads in place, and the way back.
 
     No bytes are copied for leading dims that collapse in some order, for size-1 dims of any stride, for stride-0 dims
-    (dropped: R counts distinct rows only), for a transposed hidden dim. Otherwise the distinct rows are copied once. Any
-    rank from 1, any dtype, any device, zero sizes included. ``fold.unfold(matrix)`` restores the leading dims of
+    (dropped: R counts distinct rows only), for a transposed hidden dim. Otherwise the distinct rows are copied once.
+    Any rank from 1, any dtype, any device, zero sizes included. ``fold.unfold(matrix)`` restores the leading dims of
     any [R, N] result as a view.
 
     Raises LayoutError for a tensor without dims.
@@ -156,9 +155,14 @@ def _folded(tensor: torch.Tensor, fold: Fold) -> torch.Tensor:
 
 @lru_cache(maxsize=4096)
 def _common_order(
-    lead: tuple[int, ...], first: tuple[int, ...], second: tuple[int, ...], first_is_larger: bool
+    lead: tuple[int, ...],
+    first: tuple[int, ...],
+    second: tuple[int, ...],
+    first_is_larger: bool,  # noqa: FBT001 - a cache key
 ) -> tuple[int, ...]:
-    """Return the order of leading dims, given both tensors' lead strides, that copies fewest bytes; the natural one if equal."""
+    """Return the order of leading dims, given both tensors' lead strides, that copies fewest bytes; the natural one
+    if equal.
+    """
 
     def collapses(order: tuple[int, ...], strides: tuple[int, ...]) -> bool:
         return collapsed_stride(tuple(lead[d] for d in order), tuple(strides[d] for d in order)) is not None
@@ -167,9 +171,7 @@ def _common_order(
     by_first = tuple(sorted(dims, key=lambda d: -first[d]))
     by_second = tuple(sorted(dims, key=lambda d: -second[d]))
     larger, smaller = (first, second) if first_is_larger else (second, first)
-    return max(
-        (dims, by_first, by_second), key=lambda order: (2 * collapses(order, larger) + collapses(order, smaller))
-    )
+    return max((dims, by_first, by_second), key=lambda order: 2 * collapses(order, larger) + collapses(order, smaller))
 
 
 def fold_pair(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,18 +13,18 @@ def deliver_weight_gradient(
 ) -> torch.Tensor | None:
     """Accumulate dY^T X into ``weight.main_grad`` and return what backward must return for the weight.
 
-    weight: the Parameter object itself [O, I] (a saved copy has no attributes); grad_output [..., O]; total_input [..., I].
-    Returns None where no wrapper looks; where ``grad_added_to_main_grad`` exists (Megatron's DistributedDataParallel) it
-    is set True and a dummy of the weight's shape is returned, which must be zeros if ``zero_out_wgrad`` is set. No
-    collectives.
+    weight: the Parameter object itself [O, I] (a saved copy has no attributes); grad_output [..., O]; total_input
+    [..., I]. Returns None where no wrapper looks; where ``grad_added_to_main_grad`` exists (Megatron's
+    DistributedDataParallel) it is set True and a dummy of the weight's shape is returned, which must be zeros if
+    ``zero_out_wgrad`` is set. No collectives.
 
     Raises ConfigError, before anything is written, where the weight has no buffer.
     """
     buffer = getattr(weight, "main_grad", None)
     if buffer is None:
         raise ConfigError(
-            f"gradient_accumulation_fusion is on but a trainable weight of shape {list(weight.shape)} has no main_grad; "
-            f"wrap the model so that each weight has a buffer, or turn the option off"
+            f"gradient_accumulation_fusion is on but a trainable weight of shape {list(weight.shape)} has no "
+            f"main_grad; wrap the model so that each weight has a buffer, or turn the option off"
         )
     if hasattr(weight, "__fsdp_param__"):
         raise ConfigError(

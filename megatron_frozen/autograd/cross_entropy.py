@@ -20,15 +20,16 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     """Loss per token, -log softmax(logits)[target], of logits [..., V] with global target ids [...].
 
     Shapes: logits_shard [..., V], target [...], loss [...] in fp32 (fp64 for fp64 logits).
-    Forward: in at least fp32; m = max, Z = sum exp(l - m) and l[target] over all ranks; loss = log Z + m - l[target], and with
-        label smoothing a, (1 - b) loss + b mean(log Z + m - l), b = a V / (V - 1) for V of all ranks, as Megatron does.
+    Forward: in at least fp32; m = max, Z = sum exp(l - m) and l[target] over all ranks; loss = log Z + m - l[target],
+        and with label smoothing a, (1 - b) loss + b mean(log Z + m - l), b = a V / (V - 1) for V of all ranks, as
+        Megatron does.
     Dgrad: (softmax - onehot(target)) dloss in the logits' dtype; with smoothing, onehot is (1 - b) onehot + b / V.
     Wgrad: none.
     Dbias: none.
     Collectives: forward, one all-reduce (max) and one (sum of Z, of l[target] and, smoothed, of l); backward, none.
     Saved: the softmax in the logits' dtype, the local target ids.
-    Why: no rank ever holds a row of all logits. A target of -100 gives loss 0 and no gradient, so that a masked label can never
-        turn a loss into NaN. The logits stay untouched; Megatron's version writes into them.
+    Why: no rank ever holds a row of all logits. A target of -100 gives loss 0 and no gradient, so that a masked label
+        can never turn a loss into NaN. The logits stay untouched; Megatron's version writes into them.
 
     Source: Shoeybi et al., 2019, section 3; ``megatron.core.tensor_parallel.cross_entropy``.
     """

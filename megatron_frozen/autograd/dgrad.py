@@ -37,10 +37,10 @@ def start_dgrad(
 ) -> Callable[[], torch.Tensor]:
     """Multiply, launch the collective of ``plan``, and return the function that waits and gives dX [..., I].
 
-    The collective runs in the product's dtype, widened to fp32 by either fp32 option; dX is rounded to dY's dtype once, at
-    the end. An all-reduce travels on the dense [R, I] product, so every rank of the group must bring a dY of one shape and
-    stride order, as ranks that run one program do. A reduce-scatter needs the sequence first, so it unfolds before.
-    """
+    The collective runs in the product's dtype, widened to fp32 by either fp32 option; dX is rounded to dY's dtype
+    once, at the end. An all-reduce travels on the dense [R, I] product, so every rank of the group must bring a dY of
+    one shape and stride order, as ranks that run one program do. A reduce-scatter needs the sequence first, so it
+    unfolds before."""
     product_RI = gemm.dgrad(grad_RO, weight_OI, in_fp32=plan.dgrad_in_fp32)
     if plan.allreduce_in_fp32 and (plan.allreduce or plan.sequence_parallel):
         product_RI = product_RI.to(torch.promote_types(product_RI.dtype, torch.float32))

@@ -28,12 +28,12 @@ class LinearWithFrozenWeight(torch.autograd.Function):
     Collectives: forward, an all-gather of X under sequence parallelism; backward, an all-reduce of the 2-D dX
         (``allreduce_dgrad``) or its reduce-scatter (``sequence_parallel``).
     Saved: W alone.
-    Why: a matmul over dims that do not collapse by stride runs one tiny product per token, and under LoRA this product is
-        nearly the whole backward. dX is rounded to dY's dtype once, after the sum over ranks.
+    Why: a matmul over dims that do not collapse by stride runs one tiny product per token, and under LoRA this
+        product is nearly the whole backward. dX is rounded to dY's dtype once, after the sum over ranks.
 
-    The first five arguments of ``apply`` are those of ``megatron.core.tensor_parallel.layers.LinearWithFrozenWeight``; the
-    others are ours. Operands share one dtype of bf16, fp16, fp32, fp64.
-    """
+    The first five arguments of ``apply`` are those of
+    ``megatron.core.tensor_parallel.layers.LinearWithFrozenWeight``; the others are ours. Operands share one dtype of
+    bf16, fp16, fp32, fp64."""
 
     @staticmethod
     def forward(

@@ -24,11 +24,12 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
     Shapes: X [..., I] (its sequence shard [S/ranks, ..., I] under sequence parallelism), W [O, I], b [O], Y [..., O].
     Forward: X folded to [R, I]; Y = X W^T + b.
     Dgrad: dY folded to [R, O]; dX = dY W.
-    Wgrad: dY and X folded to one order of tokens; dW = dY^T X, returned, or accumulated into ``weight.main_grad`` under
-        ``gradient_accumulation_fusion`` (see ``main_grad``), or put off into ``grad_output_buffer``.
+    Wgrad: dY and X folded to one order of tokens; dW = dY^T X, returned, or accumulated into ``weight.main_grad``
+        under ``gradient_accumulation_fusion`` (see ``main_grad``), or put off into ``grad_output_buffer``.
     Dbias: sum of dY over all leading dims, if b requires grad.
-    Collectives: forward, an all-gather of X under sequence parallelism; backward, that gather again while dX is multiplied,
-        and an all-reduce of the 2-D dX (``allreduce_dgrad``) or its reduce-scatter while dW is multiplied.
+    Collectives: forward, an all-gather of X under sequence parallelism; backward, that gather again while dX is
+        multiplied, and an all-reduce of the 2-D dX (``allreduce_dgrad``) or its reduce-scatter while dW is
+        multiplied.
     Saved: X (the shard) and W; the Parameter object beside them, since a saved copy carries no main_grad.
     Why: upstream folds the operands of dW alone. X is saved as a shard because activations outnumber weights.
 

@@ -32,9 +32,8 @@ class Recorder(TorchDispatchMode):
     """Records every operation run under it, in this thread and in the backward it starts.
 
     ``with Recorder() as seen: y = layer(x); y.backward(g)``, then ``seen.count("aten.bmm")``,
-    ``seen.copied_bytes(min_bytes=...)``, ``seen.collectives()``. Views write nothing. Products of views with other names
-    (addmm for mm with a bias) count under their own.
-    """
+    ``seen.copied_bytes(min_bytes=...)``, ``seen.collectives()``. Views write nothing. Products of views with other
+    names (addmm for mm with a bias) count under their own."""
 
     def __init__(self) -> None:
         """Start with an empty list."""

@@ -27,7 +27,7 @@ def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def forward(input_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-    """Return X W^T + b as [T, O] in the operands' dtype; the bias is added before the one rounding, as F.linear does."""
+    """Return X W^T + b as [T, O] in the operands' dtype; the bias is added before the one rounding, as in F.linear."""
     if bias_O is None:
         return _mm(input_TI, weight_OI.t())
     with _no_autocast(input_TI):

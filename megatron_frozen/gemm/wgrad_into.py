@@ -16,11 +16,11 @@ def wgrad_into(
 ) -> None:
     """Write dY^T X into ``main_grad`` in place: added to what it holds if ``accumulate``, else over it.
 
-    main_grad: [O, I], floating point, any strides; grad_output: [..., O]; total_input: [..., I], with the leading dims of
-    grad_output and its dtype. Products and sums are made in main_grad's dtype by upcasting the operands: exact for bf16
-    and fp16 operands into fp32, one rounding per call. Overwriting clears NaN and, with zero tokens, writes zeros. No
-    collectives. This is the portable form of apex's ``wgrad_gemm_accum_fp32`` and of Transformer Engine's
-    ``general_gemm(layout="NT", accumulate=)``.
+    main_grad: [O, I], floating point, any strides; grad_output: [..., O]; total_input: [..., I], with the leading
+    dims of grad_output and its dtype. Products and sums are made in main_grad's dtype by upcasting the operands:
+    exact for bf16 and fp16 operands into fp32, one rounding per call. Overwriting clears NaN and, with zero tokens,
+    writes zeros. No collectives. This is the portable form of apex's ``wgrad_gemm_accum_fp32`` and of Transformer
+    Engine's ``general_gemm(layout="NT", accumulate=)``.
 
     Raises LayoutError where a shape or dtype does not fit, before anything is written.
     """
@@ -34,6 +34,4 @@ def wgrad_into(
         raise LayoutError(f"main_grad has dtype {main_grad.dtype}; give a floating-point buffer, float32 by preference")
     grad_TO, input_TI = fold_pair(grad_output, total_input)
     with torch.no_grad(), torch.autocast(main_grad.device.type, enabled=False):
-        main_grad.addmm_(
-            grad_TO.t().to(main_grad.dtype), input_TI.to(main_grad.dtype), beta=1.0 if accumulate else 0.0
-        )
+        main_grad.addmm_(grad_TO.t().to(main_grad.dtype), input_TI.to(main_grad.dtype), beta=1.0 if accumulate else 0.0)

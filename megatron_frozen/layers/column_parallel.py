@@ -30,13 +30,14 @@ class ColumnParallelLinear(torch.nn.Module):
     """Y = X W^T + b with W cut along its output features: each rank computes its slice of Y.
 
     weight: [output_size / ranks, input_size]; bias: [output_size / ranks]. Forward takes X [s, b, input_size] (with
-    sequence parallelism the shard [s / ranks, b, input_size]) and returns ``(output, bias)``: output [s, b, output_size /
-    ranks], or [s, b, output_size] if gathered; bias is the parameter with ``skip_bias_add``, else None. A frozen weight
-    takes the frozen product, decided at each call.
+    sequence parallelism the shard [s / ranks, b, input_size]) and returns ``(output, bias)``: output [s, b,
+    output_size / ranks], or [s, b, output_size] if gathered; bias is the parameter with ``skip_bias_add``, else None.
+    A frozen weight takes the frozen product, decided at each call.
 
-    Collectives: backward, an all-reduce of dX, or with sequence parallelism an all-gather of X forward and a reduce-scatter
-    of dX backward; with ``gather_output`` an all-gather of Y. ``disable_grad_reduce`` leaves the all-reduce to the caller; an
-    expert layer under tensor or expert parallelism (``explicit_expert_comm``) communicates nothing itself.
+    Collectives: backward, an all-reduce of dX, or with sequence parallelism an all-gather of X forward and a
+    reduce-scatter of dX backward; with ``gather_output`` an all-gather of Y. ``disable_grad_reduce`` leaves the
+    all-reduce to the caller; an expert layer under tensor or expert parallelism (``explicit_expert_comm``)
+    communicates nothing itself.
 
     Arguments, attributes and returns are those of ``megatron.core.tensor_parallel.ColumnParallelLinear``. The full
     weight is the same at any number of ranks that enter with one CPU random state.
@@ -99,7 +100,7 @@ class ColumnParallelLinear(torch.nn.Module):
             self.master_weight = master if keep_master_weight_for_test else None
         if bias:
             self.bias = new_bias(self.output_size_per_partition, config=config)
-            set_tensor_model_parallel_attributes(self.bias, True, 0, stride)
+            set_tensor_model_parallel_attributes(self.bias, is_parallel=True, dim=0, stride=stride)
         for param in self.parameters():
             param.allreduce = not (is_expert and self.expert_parallel)  # pyright: ignore[reportAttributeAccessIssue]
         self.register_load_state_dict_pre_hook(drop_extra_state)
@@ -133,9 +134,8 @@ class ColumnParallelLinear(torch.nn.Module):
     def enter_parallel(self, input_: torch.Tensor) -> torch.Tensor:
         """Return the input that every rank multiplies, [s, b, input_size]; its gradient is summed over ranks, once.
 
-        ``leave_parallel(multiply(enter_parallel(x)))`` is ``forward(x)``; an adapter adds its product between the steps, so
-        that its input gradient shares the one all-reduce or reduce-scatter.
-        """
+        ``leave_parallel(multiply(enter_parallel(x)))`` is ``forward(x)``; an adapter adds its product between the
+        steps, so that its input gradient shares the one all-reduce or reduce-scatter."""
         in_fp32 = getattr(self.config, "allreduce_dgrad_in_fp32", False)
         if self.explicit_expert_comm:
             return input_
@@ -161,7 +161,9 @@ class ColumnParallelLinear(torch.nn.Module):
         return self._leave(output_parallel, runtime_gather_output)
 
     def _leave(
-        self, output_parallel: torch.Tensor, gather: bool | None  # noqa: FBT001
+        self,
+        output_parallel: torch.Tensor,
+        gather: bool | None,  # noqa: FBT001
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.gather_output if gather is None else gather:
             output_parallel = gather_from_tensor_model_parallel_region(output_parallel, self.tp_group)
@@ -171,12 +173,14 @@ class ColumnParallelLinear(torch.nn.Module):
         weight = self.weight if given is None else given
         if weight is None:
             raise ConfigError(
-                "this ColumnParallelLinear was built with skip_weight_param_allocation and got no weight; pass weight= to forward"
+                "this ColumnParallelLinear was built with skip_weight_param_allocation and got no weight; "
+                "pass weight= to forward"
             )
         expected = (self.output_size_per_partition, self.input_size)
         if tuple(weight.shape) != expected:
             raise LayoutError(
-                f"the weight given to ColumnParallelLinear has shape {list(weight.shape)}; this rank's part is {list(expected)}"
+                f"the weight given to ColumnParallelLinear has shape {list(weight.shape)}; "
+                f"give this rank's part, of shape {list(expected)}"
             )
         return weight
 

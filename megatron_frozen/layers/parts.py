@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ def new_weight(
 ) -> tuple[torch.nn.Parameter, torch.Tensor | None]:
     """Return a weight shard and, where it was initialised, the full fp32 tensor it was cut from."""
     weight = new_parameter(*shape, config=config)
-    set_tensor_model_parallel_attributes(weight, True, partition_dim, stride)
+    set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=partition_dim, stride=stride)
     if not config.perform_initialization or weight.is_meta:
         return weight, None
     master = init_shard_(
@@ -66,9 +65,7 @@ def frozen_or_trainable_linear(
     input_: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, config: Any, **options: Any
 ) -> torch.Tensor:
     """Take the frozen product if ``weight`` is frozen now, else the trainable one; see ``functional``."""
-    linear = (
-        linear_with_grad_accumulation_and_async_allreduce if weight.requires_grad else linear_with_frozen_weight
-    )
+    linear = linear_with_grad_accumulation_and_async_allreduce if weight.requires_grad else linear_with_frozen_weight
     return linear(
         input_,
         weight,
@@ -80,8 +77,6 @@ def frozen_or_trainable_linear(
     )
 
 
-def drop_extra_state(
-    module: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any
-) -> None:  # pragma: no cover - registered below
-    """Take ``_extra_state`` out of a state dict before it is loaded: Transformer Engine and Megatron layers save one."""
-    state_dict.pop(f"{prefix}_extra_state", None)  # pyright: ignore[reportAttributeAccessIssue]
+def drop_extra_state(_: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:
+    """Take ``_extra_state``, which Transformer Engine and Megatron layers save, out of a state dict before it loads."""
+    state_dict.pop(f"{prefix}_extra_state", None)

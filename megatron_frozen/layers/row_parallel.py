@@ -28,18 +28,19 @@ from megatron_frozen.partition import divide
 class RowParallelLinear(torch.nn.Module):
     """Y = X W^T + b with W cut along its input features: each rank holds a partial sum of Y.
 
-    weight: [output_size, input_size / ranks]; bias: [output_size], full on each rank and added after the sum. Forward takes
-    X [s, b, input_size / ranks] (or [s, b, input_size], sliced here, without ``input_is_parallel``) and returns ``(output,
-    bias)``: output [s, b, output_size], with sequence parallelism its shard [s / ranks, b, output_size]; bias is the
-    parameter with ``skip_bias_add``, else None. A frozen weight takes the frozen product, decided at each call.
+    weight: [output_size, input_size / ranks]; bias: [output_size], full on each rank and added after the sum. Forward
+    takes X [s, b, input_size / ranks] (or [s, b, input_size], sliced here, without ``input_is_parallel``) and returns
+    ``(output, bias)``: output [s, b, output_size], with sequence parallelism its shard [s / ranks, b, output_size];
+    bias is the parameter with ``skip_bias_add``, else None. A frozen weight takes the frozen product, decided at each
+    call.
 
-    Collectives: forward, an all-reduce of Y; with sequence parallelism its reduce-scatter, and an all-gather of dY backward;
-    without ``input_is_parallel`` an all-gather of dX. Under sequence parallelism each rank sees part of the tokens, so the
-    bias's gradient is marked for ``sum_partial_grads``. An expert layer under tensor or expert parallelism
-    (``explicit_expert_comm``) returns its partial sum and communicates nothing itself.
+    Collectives: forward, an all-reduce of Y; with sequence parallelism its reduce-scatter, and an all-gather of dY
+    backward; without ``input_is_parallel`` an all-gather of dX. Under sequence parallelism each rank sees part of the
+    tokens, so the bias's gradient is marked for ``sum_partial_grads``. An expert layer under tensor or expert
+    parallelism (``explicit_expert_comm``) returns its partial sum and communicates nothing itself.
 
-    Arguments, attributes and returns are those of ``megatron.core.tensor_parallel.RowParallelLinear``. The full weight
-    is the same at any number of ranks that enter with one CPU random state.
+    Arguments, attributes and returns are those of ``megatron.core.tensor_parallel.RowParallelLinear``. The full
+    weight is the same at any number of ranks that enter with one CPU random state.
 
     Raises ConfigError where input_size does not divide by the ranks or options exclude each other.
     """
@@ -69,7 +70,7 @@ class RowParallelLinear(torch.nn.Module):
         super().__init__()
         if config.sequence_parallel and not input_is_parallel:
             raise ConfigError(
-                "RowParallelLinear got sequence_parallel without input_is_parallel, but its input is then a shard already; "
+                "RowParallelLinear got sequence_parallel without input_is_parallel, but its input is a shard then; "
                 "set input_is_parallel"
             )
         self.input_size, self.output_size = input_size, output_size
@@ -109,7 +110,8 @@ class RowParallelLinear(torch.nn.Module):
         return scatter_to_tensor_model_parallel_region(input_, self.tp_group)
 
     def multiply(self, input_parallel: torch.Tensor) -> torch.Tensor:
-        """Return this rank's partial sum of X W^T, [s, b, output_size]: no bias, no communication in either direction.
+        """Return this rank's partial sum of X W^T, [s, b, output_size]: no bias, no communication in either
+        direction.
 
         An adapter adds its own partial sum here, so that it shares the one all-reduce or reduce-scatter that follows.
         """

@@ -21,13 +21,12 @@ class VocabParallelEmbedding(torch.nn.Module):
     weight: [num_embeddings / ranks, embedding_dim]. Forward takes global ids [b, s] (int64) and returns [b, s,
     embedding_dim]; with ``reduce_scatter_embeddings`` the sequence shard [s / ranks, b, embedding_dim].
 
-    Collectives: forward, one all-reduce or reduce-scatter; backward, none or one all-gather. Arguments and attributes are
-    those of ``megatron.core.tensor_parallel.VocabParallelEmbedding``; ``padding_idx``, a global id (negative: from the
-    end) whose row gets no gradient, is ours.
+    Collectives: forward, one all-reduce or reduce-scatter; backward, none or one all-gather. Arguments and attributes
+    are those of ``megatron.core.tensor_parallel.VocabParallelEmbedding``; ``padding_idx``, a global id (negative:
+    from the end) whose row gets no gradient, is ours.
 
-    Raises ConfigError where num_embeddings does not divide by the ranks or padding_idx is out of range; LayoutError for
-    ids out of range, on the CPU (on a GPU looking would stall it, and an id out of range gives zeros).
-    """
+    Raises ConfigError where num_embeddings does not divide by the ranks or padding_idx is out of range; LayoutError
+    for ids out of range, on the CPU (on a GPU looking would stall it, and an id out of range gives zeros)."""
 
     def __init__(
         self,

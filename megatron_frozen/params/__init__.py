@@ -1,4 +1,6 @@
-"""What is known about parameters: how they are cut, initialised and joined, and how their gradients are summed and clipped."""
+"""What is known about parameters: how they are cut, initialised and joined, and how their gradients are summed and
+clipped.
+"""
 
 from megatron_frozen.params.gradients import clip_grad_norm as clip_grad_norm
 from megatron_frozen.params.gradients import grad_norm as grad_norm

@@ -21,14 +21,15 @@ def _trainable(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def sum_partial_grads(params: Iterable[torch.Tensor], *, group: Group) -> None:
     """Sum over the tensor-parallel ``group`` the gradients of those ``params`` that ``mark_partial_grad`` marked.
 
-    To be called once per step, after the last backward and before ``sum_grads``, clipping and the optimizer; afterwards the
-    replicated factors' gradients are bit-equal on all ranks. One all-reduce per gradient dtype, in at least fp32.
-    """
+    To be called once per step, after the last backward and before ``sum_grads``, clipping and the optimizer;
+    afterwards the replicated factors' gradients are bit-equal on all ranks. One all-reduce per gradient dtype, in at
+    least fp32."""
     sum_grads((param for param in params if is_partial_grad(param)), group=group)
 
 
 def sum_grads(params: Iterable[torch.Tensor], *, group: Group) -> None:
-    """Sum the gradients of the trainable ``params`` over ``group``: one all-reduce per parameter dtype, in at least fp32.
+    """Sum the gradients of the trainable ``params`` over ``group``: one all-reduce per parameter dtype, in at least
+    fp32.
 
     A gradient that is absent on this rank but present on another counts as zeros; one absent everywhere stays absent.
     Every rank passes the same parameters in the same order.
@@ -63,9 +64,8 @@ def _sum_bucket(params: list[torch.Tensor], *, group: Group) -> None:
 def grad_norm(params: Iterable[torch.Tensor], *, group: Group) -> torch.Tensor:
     """Return the 2-norm of all gradients of the trainable ``params`` as an fp32 scalar, the same on all ranks.
 
-    Shards add up over the tensor-parallel ``group``; a replica and a tied parameter count once. A DTensor's gradient is
-    summed over its own mesh first. One all-reduce. Call it after the sums over ranks.
-    """
+    Shards add up over the tensor-parallel ``group``; a replica and a tied parameter count once. A DTensor's gradient
+    is summed over its own mesh first. One all-reduce. Call it after the sums over ranks."""
     with_grad = [param for param in _trainable(params) if param.grad is not None]
     device = with_grad[0].device if with_grad else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float32, device=device)
@@ -81,7 +81,8 @@ def grad_norm(params: Iterable[torch.Tensor], *, group: Group) -> torch.Tensor:
 def clip_grad_norm(params: Iterable[torch.Tensor], *, max_norm: float, group: Group) -> torch.Tensor:
     """Scale all gradients so that their common norm is at most ``max_norm``; return the norm before that.
 
-    The norm is ``grad_norm``'s. A norm that is not finite makes every gradient so: look at what is returned. One all-reduce.
+    The norm is ``grad_norm``'s. A norm that is not finite makes every gradient so: look at what is returned. One
+    all-reduce.
 
     Raises ConfigError for a ``max_norm`` that is not above 0.
     """

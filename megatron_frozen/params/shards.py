@@ -21,7 +21,7 @@ def set_tensor_model_parallel_attributes(
     dim: int,
     stride: int,
 ) -> None:
-    """Set ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride``, as Megatron's function of this name."""
+    """Set ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride``, as Megatron's function does."""
     attributes = {"tensor_model_parallel": is_parallel, "partition_dim": dim, "partition_stride": stride}
     for name, value in attributes.items():
         setattr(tensor, name, value)
@@ -41,9 +41,8 @@ def param_is_not_tensor_parallel_duplicate(param: torch.Tensor, tp_group: Group 
 def mark_partial_grad(param: torch.Tensor) -> None:
     """Say that each tensor-parallel rank computes a part of this replicated parameter's gradient.
 
-    The parts are summed once per step by ``sum_partial_grads``. The mark is Megatron's attribute ``sequence_parallel``,
-    which its ``finalize_model_grads`` acts on in the same way.
-    """
+    The parts are summed once per step by ``sum_partial_grads``. The mark is Megatron's attribute
+    ``sequence_parallel``, which its ``finalize_model_grads`` acts on in the same way."""
     param.sequence_parallel = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -97,10 +96,9 @@ def init_shard_(
 ) -> torch.Tensor:
     """Fill ``shard`` with its part of a full fp32 tensor on the CPU that ``init_method`` fills; return the full one.
 
-    The gathered parameter is bit-equal at any number of ranks, and so is its fan, as long as the ranks enter with the same
-    CPU random state. Each rank builds the full tensor once and drops it. No collectives. Source: Megatron's
-    ``_initialize_affine_weight_cpu``.
-    """
+    The gathered parameter is bit-equal at any number of ranks, and so is its fan, as long as the ranks enter with the
+    same CPU random state. Each rank builds the full tensor once and drops it. No collectives. Source: Megatron's
+    ``_initialize_affine_weight_cpu``."""
     master = torch.empty(*full_shape, dtype=torch.float32, device="cpu")
     with torch.no_grad():
         init_method(master)
