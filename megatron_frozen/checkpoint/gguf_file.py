@@ -31,7 +31,7 @@ _CONTROL_TOKEN = 3  # gguf.TokenType.CONTROL: a token that text never spells, su
 
 
 def convert_gguf(gguf_file: str | Path, folder: Path) -> None:
-    """Write a llama-architecture GGUF file with the `smollm` byte-level BPE tokenizer to `folder`, a Hugging Face model.
+    """Write a llama-architecture GGUF file with the `smollm` BPE tokenizer to `folder` as a Hugging Face model.
 
     Weights become bf16, the dtype the model was published in: half of fp32's size, for 0.3 % more perplexity and no
     other first choice of token on a paragraph of prose. Configuration and tokenizer come from the metadata; nothing is

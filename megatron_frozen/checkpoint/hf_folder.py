@@ -180,7 +180,7 @@ def _full_shape(parameter: nn.Parameter, *, key: str, vocab_size: int, group: Gr
 
 
 def _partition_dim(parameter: Any) -> int | None:
-    """The dim along which the ranks hold parts of a parameter, None if each holds all. (No parameter here has a stride.)"""
+    """The dim that a parameter is cut along, in one piece per rank; None if each rank holds all of it."""
     return parameter.partition_dim if is_sharded(parameter) else None
 
 
@@ -261,7 +261,7 @@ def _written_bytes(weight: Weight, *, vocab_size: int, group: Group) -> int:
 
 
 def _gather(weights: list[Weight], *, vocab_size: int, group: Group) -> dict[str, Tensor]:
-    """The tensors to write, on the CPU of the group's first rank; empty on the others. One all-gather per sharded one."""
+    """The tensors to write, on the CPU of the first rank; empty on the others. One all-gather per sharded tensor."""
     tensors = {}
     for weight in weights:
         shard, dim = weight.shard(), _partition_dim(weight.parameter)

