@@ -125,8 +125,8 @@ def _renderings(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> 
 
 def _turn(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> _Rendered:
     """`messages`, whose last one is an answer, and where in the text that answer is."""
-    prompt = generation_prompt(messages[:-1], tokenizer)
     rendering = tokenizer.render_chat(messages)
+    prompt = generation_prompt(messages[:-1], tokenizer)
     text = rendering.text
     nests = text.startswith(prompt)
     end = _end_of_turn(text, tokenizer)
@@ -179,7 +179,8 @@ def _chat_example(rendering: _Rendered, tokenizer: Tokenizer) -> Example:
 def _encode(rendered: _Rendered, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Ids of the text and labels. The ids before a learnt span are those of the text before it, as generation has them.
 
-    The text is tokenised once, and anew from the start of a span only where a token would reach across that start.
+    The text is tokenised once, and anew from the start of a span only where a token would reach across that start: what
+    follows then stands after the answer's own tokens, as it does in a conversation that goes on from generated tokens.
     """
     text = rendered.text
     ids, labels = tokenizer.encode(text), []
