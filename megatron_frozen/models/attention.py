@@ -1,0 +1,116 @@
+"""Grouped-query attention over this rank's heads, document by document.
+
+Shape suffixes: [s] sequence, [b] batch, [h] hidden, [n] query heads and [k] key and value heads of this rank, [d] head
+dim.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_frozen.comm import Group, group_size
+from megatron_frozen.layers import ColumnParallelLinear, ModelParallelConfig, RowParallelLinear
+from megatron_frozen.models.config import DecoderConfig
+from megatron_frozen.models.documents import AttentionPlan
+from megatron_frozen.models.entry import column_config, enter_tensor_parallel
+from megatron_frozen.models.norm import RMSNorm
+from megatron_frozen.models.rope import RotaryTables, rotate
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions; heads are cut over the tensor-parallel ranks.
+
+    Input and output are [s, b, h] ([s / ranks, b, h] under sequence parallelism). Collectives: one
+    all-reduce (or gather and reduce-scatter) forward, its mirror backward, which the three projections share.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, *, layer_index: int, parallel: ModelParallelConfig, tp_group: Group
+    ) -> None:
+        super().__init__()
+        self.parallel, self.tp_group = parallel, tp_group
+        self.head_dim = config.head_dim
+        self.window = config.layer_windows[layer_index]
+        column = partial(
+            ColumnParallelLinear,
+            config.hidden_size,
+            config=column_config(parallel),
+            init_method=partial(nn.init.normal_, std=config.initializer_range),
+            bias=config.qkv_bias,
+            disable_grad_reduce=True,  # enter_tensor_parallel does it once for the three
+            tp_group=tp_group,
+        )
+        self.q_proj = column(config.num_attention_heads * config.head_dim)
+        self.k_proj = column(config.num_key_value_heads * config.head_dim)
+        self.v_proj = column(config.num_key_value_heads * config.head_dim)
+        self.o_proj = RowParallelLinear(
+            config.num_attention_heads * config.head_dim,
+            config.hidden_size,
+            config=parallel,
+            init_method=partial(nn.init.normal_, std=config.initializer_range),
+            bias=config.output_bias,
+            input_is_parallel=True,
+            skip_bias_add=False,
+            tp_group=tp_group,
+        )
+        self.q_norm = self._head_norm(config)
+        self.k_norm = self._head_norm(config)
+
+    def _head_norm(self, config: DecoderConfig) -> RMSNorm | None:
+        if not config.qk_norm:
+            return None
+        return RMSNorm(
+            config.head_dim, eps=config.rms_norm_eps, parallel=self.parallel, over_shards=group_size(self.tp_group) > 1
+        )
+
+    def forward(self, hidden: Tensor, tables: RotaryTables, plan: AttentionPlan) -> Tensor:
+        """Attend within each document of ``plan``; see the class for shapes."""
+        entered = enter_tensor_parallel(hidden, parallel=self.parallel, group=self.tp_group)
+        query = self._heads(self.q_proj(entered)[0], self.q_norm)
+        key = self._heads(self.k_proj(entered)[0], self.k_norm)
+        value = self._heads(self.v_proj(entered)[0], None)
+        context = _attend(rotate(query, tables), rotate(key, tables), value, plan=plan, window=self.window)
+        return self.o_proj(context)[0]
+
+    def _heads(self, projected: Tensor, norm: RMSNorm | None) -> Tensor:
+        heads = projected.unflatten(-1, (-1, self.head_dim))
+        return heads if norm is None else norm(heads)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, *, plan: AttentionPlan, window: int | None) -> Tensor:
+    """Return the context [s, b, n d] of query [s, b, n, d] over key and value [s, b, k, d].
+
+    Each document is one call, so no score between documents is computed and no mask needed. Splitting and joining are
+    one copy each way at most, and none for a batch of whole rows: the result lies in memory as [b, s, n d], which the
+    output projection folds as it is.
+    """
+    seq_length, num_rows = query.shape[:2]
+    if plan.lengths is None:
+        rows = _attend_one(*(heads.transpose(0, 1) for heads in (query, key, value)), plan=plan, window=window)
+    else:
+        documents = (
+            heads.transpose(0, 1).flatten(0, 1).unsqueeze(0).split_with_sizes(list(plan.lengths), dim=1)
+            for heads in (query, key, value)
+        )
+        rows = torch.cat(
+            [_attend_one(*parts, plan=plan, window=window) for parts in zip(*documents, strict=True)], dim=1
+        )
+    return rows.reshape(num_rows, seq_length, -1).transpose(0, 1)
+
+
+def _attend_one(query: Tensor, key: Tensor, value: Tensor, *, plan: AttentionPlan, window: int | None) -> Tensor:
+    """Return the context [b, s, n, d] of one document per row: query [b, s, n, d], key and value [b, s, k, d]."""
+    mask = plan.mask(window=window, length=query.shape[1])
+    context = F.scaled_dot_product_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=query.shape[2] != key.shape[2],
+    )
+    return context.transpose(1, 2)

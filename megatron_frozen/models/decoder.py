@@ -1,0 +1,103 @@
+"""The stack of decoder layers, from token ids to the final normalised hidden states.
+
+Shape suffixes: [s] sequence, [b] batch, [h] hidden.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_frozen.comm import Group, group_size
+from megatron_frozen.layers import ModelParallelConfig, VocabParallelEmbedding
+from megatron_frozen.models.attention import Attention
+from megatron_frozen.models.config import DecoderConfig
+from megatron_frozen.models.documents import AttentionPlan, document_positions
+from megatron_frozen.models.mlp import MLP
+from megatron_frozen.models.norm import RMSNorm
+from megatron_frozen.models.rope import RotaryTables, rotary_tables
+from megatron_frozen.partition import padded_vocab_size
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind an RMSNorm and added to the residual stream [s, b, h]."""
+
+    def __init__(
+        self, config: DecoderConfig, *, layer_index: int, parallel: ModelParallelConfig, tp_group: Group
+    ) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, layer_index=layer_index, parallel=parallel, tp_group=tp_group)
+        self.mlp = MLP(config, parallel=parallel, tp_group=tp_group)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, parallel=parallel)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, parallel=parallel)
+
+    def forward(self, hidden: Tensor, tables: RotaryTables, plan: AttentionPlan) -> Tensor:
+        """Return the residual stream after this layer."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), tables, plan)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and final norm.
+
+    Without sequence parallelism the hidden states are [s, b, h] views of [b, s, h] memory all the way, so that batches
+    go into attention and come out as logits [b, s, V] without one transpose; the layers fold either order as it is.
+    """
+
+    def __init__(self, config: DecoderConfig, *, parallel: ModelParallelConfig, tp_group: Group) -> None:
+        super().__init__()
+        self.config, self.parallel = config, parallel
+        self.embed_tokens = VocabParallelEmbedding(
+            padded_vocab_size(config.vocab_size, world_size=group_size(tp_group)),
+            config.hidden_size,
+            init_method=partial(nn.init.normal_, std=config.initializer_range),
+            config=parallel,
+            reduce_scatter_embeddings=parallel.sequence_parallel,
+            tp_group=tp_group,
+        )
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer_index=index, parallel=parallel, tp_group=tp_group)
+            for index in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, parallel=parallel)
+
+    def forward(
+        self, input_ids: Tensor, plan: AttentionPlan, *, position_ids: Tensor | None, activation_checkpointing: bool
+    ) -> Tensor:
+        """Return the hidden states [s, b, h] ([s / ranks, b, h] under sequence parallelism) of ``input_ids`` [b, s]."""
+        hidden = self.embed_tokens(input_ids)
+        if not self.parallel.sequence_parallel:
+            hidden = hidden.transpose(0, 1)
+        tables = self._tables(input_ids, plan, position_ids, dtype=hidden.dtype)
+        recompute = activation_checkpointing and torch.is_grad_enabled()
+        for layer in self.layers:
+            if recompute:
+                hidden = checkpoint(layer, hidden, tables, plan, use_reentrant=False)
+            else:
+                hidden = layer(hidden, tables, plan)
+        return self.norm(hidden)
+
+    def _tables(
+        self, input_ids: Tensor, plan: AttentionPlan, position_ids: Tensor | None, *, dtype: torch.dtype
+    ) -> RotaryTables:
+        num_rows, seq_length = input_ids.shape
+        if position_ids is None:
+            positions, num_positions = (
+                document_positions(plan, num_rows=num_rows, seq_length=seq_length, device=input_ids.device),
+                plan.longest,
+            )
+        else:
+            positions, num_positions = position_ids.t(), 0
+            if self.config.rope.rope_type == "dynamic":  # the only type that asks, as asking stops an accelerator
+                num_positions = int(position_ids.max()) + 1
+        return rotary_tables(
+            positions,
+            rope=self.config.rope,
+            head_dim=self.config.head_dim,
+            num_positions=num_positions,
+            max_position_embeddings=self.config.max_position_embeddings,
+            dtype=dtype,
+        )

@@ -1,0 +1,87 @@
+"""Which tokens of a batch attend to which: whole rows or packed documents, and the masks that windows need.
+
+Shape suffixes: [s] sequence, [b] batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_frozen.errors import LayoutError
+
+DocumentLengths = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionPlan:
+    """What all layers of one forward share about attention."""
+
+    lengths: tuple[int, ...] | None
+    """Lengths of all documents, row after row; None where each row is one document."""
+    longest: int
+    """The longest document."""
+    masks: dict[int, Tensor]
+    """Per window that is shorter than the longest document: which keys [longest] a query [longest] sees."""
+
+    def mask(self, *, window: int | None, length: int) -> Tensor | None:
+        """Return the mask [length, length] for one document, or None where plain causal attention is the same."""
+        if window is None or window >= length:
+            return None
+        return self.masks[window][:length, :length]
+
+
+def plan_attention(
+    *,
+    num_rows: int,
+    seq_length: int,
+    document_lengths: DocumentLengths | None,
+    windows: Sequence[int | None],
+    device: torch.device,
+) -> AttentionPlan:
+    """Check the document lengths against the batch and build each mask that a window calls for.
+
+    Raises LayoutError where the lengths are not one list per row of whole numbers above 0 that sum to the row.
+    """
+    lengths = _flat_lengths(document_lengths, num_rows=num_rows, seq_length=seq_length)
+    longest = seq_length if lengths is None else max(lengths)
+    narrow = {window for window in windows if window is not None and window < longest}
+    if not narrow:
+        return AttentionPlan(lengths=lengths, longest=longest, masks={})
+    places = torch.arange(longest, device=device)
+    distance = places[:, None] - places
+    causal = distance >= 0
+    return AttentionPlan(
+        lengths=lengths, longest=longest, masks={window: causal & (distance < window) for window in narrow}
+    )
+
+
+def document_positions(plan: AttentionPlan, *, num_rows: int, seq_length: int, device: torch.device) -> Tensor:
+    """Return each token's place in its document: [s, 1] where all rows are alike, else [s, b]."""
+    places = torch.arange(plan.longest, device=device)
+    if plan.lengths is None:
+        return places[:, None]
+    return torch.cat([places[:length] for length in plan.lengths]).view(num_rows, seq_length).t()
+
+
+def _flat_lengths(
+    document_lengths: DocumentLengths | None, *, num_rows: int, seq_length: int
+) -> tuple[int, ...] | None:
+    if document_lengths is None:
+        return None
+    if len(document_lengths) != num_rows:
+        raise LayoutError(
+            f"document_lengths has {len(document_lengths)} rows and input_ids has {num_rows}; give one list per row"
+        )
+    for row, lengths in enumerate(document_lengths):
+        if sum(lengths) != seq_length or min(lengths, default=0) < 1:
+            raise LayoutError(
+                f"the document lengths of row {row} are {list(lengths)}; they must be above 0 and sum to the row's "
+                f"{seq_length} tokens, padding included"
+            )
+    if all(len(lengths) == 1 for lengths in document_lengths):
+        return None
+    return tuple(int(length) for lengths in document_lengths for length in lengths)

@@ -1,0 +1,81 @@
+"""RMSNorm as transformers computes it: statistics in fp32, one rounding to the input's dtype, then the weight.
+
+Shape suffixes: [...] any leading dims, [h] the normalised dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_frozen.layers import ModelParallelConfig
+from megatron_frozen.layers.parts import new_parameter
+from megatron_frozen.params import mark_partial_grad
+
+
+class RMSNorm(nn.Module):
+    """Scale each vector to root mean square 1, then by ``weight`` [h].
+
+    Works on any leading dims in any memory order, which the result keeps. The weight is the same on all ranks; its
+    gradient is marked as a partial sum where each rank sees a part of the sequence, or (``over_shards``) of the heads.
+    """
+
+    def __init__(self, size: int, *, eps: float, parallel: ModelParallelConfig, over_shards: bool = False) -> None:
+        super().__init__()
+        self.weight = new_parameter(size, config=parallel)
+        nn.init.ones_(self.weight)
+        self.eps = eps
+        if parallel.sequence_parallel or over_shards:
+            mark_partial_grad(self.weight)
+
+    def forward(self, input_: Tensor) -> Tensor:
+        return _RMSNorm.apply(input_, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class _RMSNorm(torch.autograd.Function):
+    """RMSNorm with statistics in fp32 (fp64 for fp64 input).
+
+    Shapes: input [..., h]; weight [h]; result [..., h].
+    Forward: weight * round(input / sqrt(mean(input^2) + eps)), round being the cast to the input's dtype.
+    Dgrad: r (g - x r^2 mean(g x)), with g = weight * grad and r the inverse root, summed in fp32.
+    Wgrad: the sum over leading dims of grad * x r, only where the weight trains.
+    Dbias: none.
+    Collectives: none.
+    Saved: input, weight, and r [..., 1].
+    Why: plain autograd keeps two fp32 copies of the input and its backward takes six times as long on a CPU.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = input_.to(_wide(input_.dtype))
+        inverse_rms = (_dot(wide, wide) / input_.shape[-1] + eps).rsqrt_()
+        ctx.save_for_backward(input_, weight, inverse_rms)
+        return (wide * inverse_rms).to(input_.dtype) * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        input_, weight, inverse_rms = ctx.saved_tensors
+        wide, (grad_output,) = input_.to(inverse_rms.dtype), grads
+        grad_input = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            scaled = (grad_output * weight).to(inverse_rms.dtype)
+            pull = _dot(scaled, wide) * inverse_rms.pow(3) / -input_.shape[-1]
+            grad_input = (scaled * inverse_rms).addcmul_(wide, pull).to(input_.dtype)
+        if ctx.needs_input_grad[1]:
+            normalised = (wide * inverse_rms).to(input_.dtype)
+            leading = tuple(range(input_.dim() - 1))
+            grad_weight = (grad_output * normalised).sum(leading, dtype=inverse_rms.dtype).to(weight.dtype)
+        return grad_input, grad_weight, None
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _dot(left: Tensor, right: Tensor) -> Tensor:
+    return (left * right).sum(dim=-1, keepdim=True)
