@@ -22,8 +22,16 @@ def switch(name: str) -> bool:
 
 def launched_rank() -> tuple[int, int, int]:
     """Return ``(rank, world_size, local_rank)`` as torchrun sets them; ``(0, 1, 0)`` without torchrun."""
-    rank = int(os.environ.get("RANK", "0"))
-    return rank, int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    return _number("RANK", default=0), _number("WORLD_SIZE", default=1), _number("LOCAL_RANK", default=0)
+
+
+def _number(name: str, *, default: int) -> int:
+    value = os.environ.get(name, str(default))
+    if not value.isdecimal():
+        raise ConfigError(
+            f"environment variable {name} is '{value}'; it takes a whole number, which torchrun sets, so leave it to that"
+        )
+    return int(value)
 
 
 def cache_home() -> str:
