@@ -71,9 +71,9 @@ def _check_all_match(matches: dict[str, list[str]], *, linears: list[str], tied:
     if tied and "lm_head" in missing:
         raise ConfigError(f"LoRA target lm_head: {_TIED}")
     known = list(dict.fromkeys(name.rpartition(".")[2] for name in linears))
-    described = " and ".join(f"'{target}'{nearest(target, known)}" for target in missing)
+    described = " or ".join(f"'{target}'{nearest(target, known)}" for target in missing)
     raise ConfigError(
-        f"LoRA target_modules name {described}, which matches no module; this model's linears are {', '.join(known)}"
+        f"no module of the model matches LoRA target_modules {described}; its linears are {', '.join(known)}"
     )
 
 
