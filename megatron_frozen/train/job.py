@@ -93,6 +93,7 @@ class _Job:
         self.trainer = Trainer(self._build_model(start), config=config, rows=train_data.packed, device=device)
         self.eval_batches = self._eval_batches(held_out)
         self.before: dict[str, Any] = {}
+        self.eval_loss: float | None = None  # of step `evaluated_step`
         self.saved_step = self.evaluated_step = -1
         # Tensor-parallel ranks draw the same dropout masks, data-parallel ones others.
         torch.manual_seed(config.seed + get_data_parallel_rank())
@@ -138,7 +139,8 @@ class _Job:
     def _choose_sample(self, held_out: Dataset | None) -> Sample | None:
         if self.config.sample_max_new_tokens == 0:
             return None
-        return choose_sample(self.config.sample_prompt, held_out.rows if held_out else (), self.tokenizer)
+        rows = held_out.rows if held_out else ()
+        return choose_sample(rows, prompt=self.config.sample_prompt, tokenizer=self.tokenizer)
 
     def _build_model(self, start: Start) -> CausalLM:
         config = self.config
@@ -185,6 +187,8 @@ class _Job:
                     flush=True,
                 )
         self.saved_step = trainer.step
+        if state["eval_loss"] is not None:
+            self.eval_loss, self.evaluated_step = state["eval_loss"], trainer.step
 
     def _evaluate(self) -> float | None:
         """The held-out loss, recorded; computed once per step. None without held-out rows."""
@@ -192,11 +196,11 @@ class _Job:
         if self.config.eval_data is None:
             return None
         if self.evaluated_step != step:
-            self.evaluated_step = step
-            self.eval_loss, tokens = evaluate(
+            loss, tokens = evaluate(
                 self.trainer.model, self.eval_batches, group=get_data_parallel_group(), precision=self.trainer.precision
             )
-            self.reports.evaluation(step, loss=self.eval_loss, tokens=tokens)
+            self.reports.evaluation(step, loss=loss, tokens=tokens)
+            self.eval_loss, self.evaluated_step = loss, step
         return self.eval_loss
 
     def _answer(self) -> str | None:
@@ -204,7 +208,10 @@ class _Job:
             return None
         with self.trainer.precision():
             return answer(
-                self.trainer.model, self.sample, self.tokenizer, max_new_tokens=self.config.sample_max_new_tokens
+                self.trainer.model,
+                self.sample,
+                tokenizer=self.tokenizer,
+                max_new_tokens=self.config.sample_max_new_tokens,
             )
 
     def _save(self) -> None:
@@ -223,6 +230,7 @@ class _Job:
                 "position": trainer.position,
                 "world_size": get_data_parallel_world_size() * self.config.tensor_model_parallel_size,
                 "before": self.before,
+                "eval_loss": self.eval_loss if self.evaluated_step == trainer.step else None,
                 "run": self.identity,
             },
         )

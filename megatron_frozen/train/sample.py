@@ -31,7 +31,7 @@ def question_row(text: str, tokenizer: Tokenizer) -> Row:
     return PromptRow(where="the prompt", prompt=text, completion="")
 
 
-def choose_sample(prompt: str | None, rows: Sequence[Row], tokenizer: Tokenizer) -> Sample | None:
+def choose_sample(rows: Sequence[Row], *, prompt: str | None, tokenizer: Tokenizer) -> Sample | None:
     """The sample for `prompt`, else for the first of the held-out `rows` that asks something; None without either."""
     if prompt is not None:
         return Sample(
@@ -44,7 +44,7 @@ def choose_sample(prompt: str | None, rows: Sequence[Row], tokenizer: Tokenizer)
     return None
 
 
-def answer(model: CausalLM, sample: Sample, tokenizer: Tokenizer, *, max_new_tokens: int) -> str:
+def answer(model: CausalLM, sample: Sample, *, tokenizer: Tokenizer, max_new_tokens: int) -> str:
     """The model's likeliest answer. Every rank of the model calls it; see `generate` for collectives."""
     tokens = generate(model, sample.prompt_ids, max_new_tokens=max_new_tokens, stop_ids=tokenizer.stop_ids)
     return tokenizer.decode(tokens).strip()
