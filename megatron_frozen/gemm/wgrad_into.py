@@ -32,6 +32,11 @@ def wgrad_into(
         )
     if not main_grad.is_floating_point():
         raise LayoutError(f"main_grad has dtype {main_grad.dtype}; give a floating-point buffer, float32 by preference")
+    if grad_output.dtype != total_input.dtype:
+        raise LayoutError(
+            f"a weight gradient was asked of operands of dtypes {grad_output.dtype} and {total_input.dtype}; "
+            f"cast them to one dtype"
+        )
     grad_TO, input_TI = fold_pair(grad_output, total_input)
     with torch.no_grad(), torch.autocast(main_grad.device.type, enabled=False):
         main_grad.addmm_(grad_TO.t().to(main_grad.dtype), input_TI.to(main_grad.dtype), beta=1.0 if accumulate else 0.0)

@@ -20,7 +20,9 @@ from megatron_frozen.partition import divide, padded_vocab_size, shard_range, st
 def test_divide_names_both_numbers(numerator: int, denominator: int) -> None:
     assert divide(8, 4, what="num_heads") == 2
     assert divide(0, 4, what="num_heads") == 0
-    with pytest.raises(ConfigError, match=rf"^num_heads is {numerator}, which does not divide by {denominator}; choose"):
+    with pytest.raises(
+        ConfigError, match=rf"^num_heads is {numerator}, which does not divide by {denominator}; choose"
+    ):
         divide(numerator, denominator, what="num_heads")
 
 
