@@ -19,7 +19,8 @@ MAX_PRIVATE_POSITIONAL = 3  # its few callers stand in the same file
 FOREIGN_SIGNATURES = {
     "ColumnParallelLinear.__init__", "RowParallelLinear.__init__", "VocabParallelEmbedding.__init__",
     "linear_with_frozen_weight", "linear_with_grad_accumulation_and_async_allreduce",
-_LOOSE_ENDS = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b")  # in pieces, as this is text too
+    "drop_extra_state", "initialize_model_parallel", "set_tensor_model_parallel_attributes",
+    "vocab_parallel_cross_entropy",
 }  # fmt: skip
 _TORCH_PROTOCOL = {"__torch_dispatch__", "forward", "backward", "setup_context", "jvp", "vmap"}
 
