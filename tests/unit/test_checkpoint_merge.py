@@ -65,7 +65,7 @@ def test_each_merged_entry_is_the_rightly_rounded_one(tmp_path):
     model = one_layer_of_64(tmp_path / "base")
     apply_lora(model, LoraConfig(r=16, alpha=32, target_modules=["q_proj"]))
     ((_, layer),) = named_lora_layers(model)
-    layer.base_layer.weight.data.copy_(W)
+    layer.weight.data.copy_(W)
     layer.set_factors("default", full_A=A, full_B=B)
 
     merge_adapter(model, tmp_path / "bf16")
@@ -79,7 +79,7 @@ def test_each_merged_entry_is_the_rightly_rounded_one(tmp_path):
     tensors = io.read_safetensors(tmp_path / "fp32" / "model.safetensors")
     torch.testing.assert_close(tensors[f"{Q_PROJ}.weight"].double(), exact, atol=1e-7, rtol=0)
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
-    assert torch.equal(layer.base_layer.weight, W)
+    assert torch.equal(layer.weight, W)
 
 
 def test_changes_under_half_a_step_live_on_in_fp32(tmp_path):
@@ -87,7 +87,7 @@ def test_changes_under_half_a_step_live_on_in_fp32(tmp_path):
     model = one_layer_of_64(tmp_path / "base")
     apply_lora(model, LoraConfig(r=1, alpha=1, target_modules=["q_proj"]))
     ((_, layer),) = named_lora_layers(model)
-    layer.base_layer.weight.data.fill_(1.0)
+    layer.weight.data.fill_(1.0)
     layer.set_factors("default", full_A=torch.ones(1, 64), full_B=torch.full((64, 1), 0.002))
     for name, dtype, value in (("bf16", None, 1.0), ("fp32", torch.float32, 1.002)):
         merge_adapter(model, tmp_path / name, dtype=dtype)
