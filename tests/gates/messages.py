@@ -1,12 +1,13 @@
 """Every raise in the package has a test that matches some of its text.
 
-Read statically: the literal parts of a message are cut into runs of three words; the runs that no other message of the
-package has are its fingerprint; one of them must stand in a string of a test. Regex escapes in the tests are undone.
+Read statically: a message is cut into runs of three words, holes for values left open; the runs that no other message
+of the package has are its fingerprint; one of them must stand in a string of a test. Regex escapes there are undone.
 """
 
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,34 +16,36 @@ from dataclasses import dataclass
 from tests.gates.source import FunctionNode, Module, dotted, functions
 
 _RUN_WORDS = 3
+_HOLE = "\0"  # a value in a message
 _NO_MESSAGE = {"AssertionError", "KeyboardInterrupt", "StopIteration", "SystemExit", "GeneratorExit"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """One raise statement: where it is and the literal parts of its text."""
+    """One raise statement: where it is and its literal texts, with a _HOLE for each value."""
 
     path: str
     line: int
-    parts: tuple[str, ...]
+    texts: tuple[str, ...]
 
 
 def message_faults(package: Sequence[Module], tests: Sequence[Module]) -> list[str]:
     messages = [message for module in package for message in sorted(messages_of(module), key=lambda found: found.line)]
     # The same text raised in two places is one message: a test of either matches both.
-    counts = Counter(run for parts in {message.parts for message in messages} for run in _runs(parts))
-    tested = "\n".join(_normal(re.sub(r"\\(.)", r"\1", text)) for module in tests for text in _strings(module.tree))
+    counts = Counter(run for texts in {message.texts for message in messages} for run in _runs(texts))
+    tested = "\n".join(re.sub(r"\\(.)", r"\1", text) for module in tests for text in _texts(module.tree))
+    tested = re.sub(r"[^\S\n]+", " ", tested)
     faults = []
     for message in messages:
-        runs = _runs(message.parts)
+        place = f"{message.path}:{message.line}"
+        runs = _runs(message.texts)
         if not runs:
-            faults.append(
-                f"{message.path}:{message.line}: the message has no literal words; say what is wrong in the raise"
-            )
+            faults.append(f"{place}: the message has no literal words; say what is wrong in the raise")
             continue
         fingerprint = [run for run in runs if counts[run] == 1] or sorted(runs)
-        if not any(run in tested for run in fingerprint):
-            faults.append(f"{message.path}:{message.line}: no test matches the text {_longest(message.parts)!r}")
+        if not any(re.search(run, tested) for run in fingerprint):
+            shown = max(message.texts, key=len).replace(_HOLE, "{}")
+            faults.append(f"{place}: no test matches the text {shown!r}")
     return faults
 
 
@@ -62,8 +65,8 @@ def messages_of(module: Module) -> Iterator[Message]:
         if exception in _NO_MESSAGE or not exception:
             continue
         local = _assignments(list(ast.walk(owner))) if owner else {}
-        parts = _literals(node.exc, names=constants | local, helpers=helpers)
-        yield Message(path=module.path, line=node.lineno, parts=tuple(parts))
+        texts = _literals(node.exc, names=constants | local, helpers=helpers)
+        yield Message(path=module.path, line=node.lineno, texts=tuple(texts))
 
 
 def _only_passes_on(exception: ast.expr, *, passed: set[str]) -> bool:
@@ -82,18 +85,30 @@ def _is_text(argument: ast.arg) -> bool:
 
 
 def _literals(node: ast.AST, *, names: dict[str, ast.expr], helpers: dict[str, FunctionNode]) -> list[str]:
-    """The string literals of an expression, through names assigned in reach and helpers of the same file."""
-    found: list[str] = []
+    """The texts of an expression, through names assigned in reach and helpers of the same file."""
+    found = list(_texts(node))
     for child in ast.walk(node):
-        if isinstance(child, ast.Constant) and isinstance(child.value, str):
-            found.append(child.value)
-        elif isinstance(child, ast.Name) and child.id in names:
-            found += _literals(names[child.id], names={}, helpers={})
+        if isinstance(child, ast.Name) and child.id in names:
+            found += _texts(names[child.id])
         elif isinstance(child, ast.Call) and (helper := helpers.get(dotted(child.func).split(".")[-1])):
             for statement in helper.body[1:] if ast.get_docstring(helper) else helper.body:
-                found += _literals(statement, names={}, helpers={})
+                found += _texts(statement)
     # `"... {name} ...".format(name=...)` has holes inside one literal.
-    return [part for text in found for part in re.split(r"\{\w*\}", text)]
+    return [re.sub(r"\{\w*\}", _HOLE, text) for text in found]
+
+
+def _texts(tree: ast.AST) -> Iterator[str]:
+    """String literals; an f-string is one text with holes, and what strings its holes hold come after it."""
+    if isinstance(tree, ast.Constant) and isinstance(tree.value, str):
+        yield tree.value
+    elif isinstance(tree, ast.JoinedStr):
+        yield "".join(str(part.value) if isinstance(part, ast.Constant) else _HOLE for part in tree.values)
+        for part in tree.values:
+            if isinstance(part, ast.FormattedValue):
+                yield from _texts(part.value)
+    else:
+        for child in ast.iter_child_nodes(tree):
+            yield from _texts(child)
 
 
 def _assignments(nodes: Sequence[ast.AST]) -> dict[str, ast.expr]:
@@ -106,25 +121,22 @@ def _assignments(nodes: Sequence[ast.AST]) -> dict[str, ast.expr]:
     }
 
 
-def _runs(parts: Sequence[str]) -> set[str]:
-    """Runs of three words; where every part is shorter, the parts themselves."""
+def _runs(texts: Sequence[str]) -> set[str]:
+    """Runs of three words as patterns, in which a hole is anything on the line; a shorter text is one run."""
     runs: set[str] = set()
-    for part in parts:
-        words = _normal(part).split()
-        runs |= {" ".join(words[start : start + _RUN_WORDS]) for start in range(len(words) - _RUN_WORDS + 1)}
-    return runs or {text for part in parts if len(text := _normal(part)) >= 5}
+    for text in texts:
+        words = re.findall(rf"{_HOLE}|[\w'`=-]*\w[\w'`=-]*", text)
+        starts = [index for index, word in enumerate(words) if word != _HOLE]
+        if not starts or sum(len(words[index]) for index in starts) < 5:
+            continue
+        size = min(_RUN_WORDS, len(starts))
+        runs |= {_pattern(words[starts[i] : starts[i + size - 1] + 1]) for i in range(len(starts) - size + 1)}
+    return runs
 
 
-def _normal(text: str) -> str:
-    return re.sub(r"\s+", " ", text).strip(" .,;:'\"()")
-
-
-def _longest(parts: Sequence[str]) -> str:
-    return max(parts, key=len).strip()
-
-
-def _strings(tree: ast.AST) -> Iterator[str]:
-    """String literals, f-strings in one piece with their holes left out."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
+def _pattern(words: Sequence[str]) -> str:
+    pattern = re.escape(words[0])
+    for before, word in itertools.pairwise(words):
+        if word != _HOLE:
+            pattern += (r".{0,80}?" if before == _HOLE else r"[^\w\n]+") + re.escape(word)
+    return pattern

@@ -189,13 +189,21 @@ def skip_faults(module: Module) -> list[str]:
 
 
 def assertion_faults(module: Module) -> list[str]:
-    """A test that asserts nothing: no assert, no pytest.raises, no helper or ranks that assert for it."""
-    faults = []
-    for function in functions(module.tree):
-        if not function.name.startswith("test_"):
-            continue
-        calls = {dotted(node.func).split(".")[-1] for node in ast.walk(function) if isinstance(node, ast.Call)}
-        checks = any(re.match(r"_?(assert|check|expect|raises|warns|run_ranks|fail)", name) for name in calls)
-        if not checks and not any(isinstance(node, ast.Assert) for node in ast.walk(function)):
-            faults.append(f"{module.path}:{function.lineno}: {function.name}() asserts nothing")
-    return faults
+    """A test that asserts nothing: no assert, no pytest.raises, no helper of the file or ranks that assert for it."""
+    checking: set[str] = set()
+    while more := {f.name for f in functions(module.tree) if _asserts(f, helpers=checking)} - checking:
+        checking |= more
+    return [
+        f"{module.path}:{function.lineno}: {function.name}() asserts nothing"
+        for function in functions(module.tree)
+        if function.name.startswith("test_") and function.name not in checking
+    ]
+
+
+def _asserts(function: FunctionNode, *, helpers: set[str]) -> bool:
+    names = {dotted(node.func).split(".")[-1] for node in ast.walk(function) if isinstance(node, ast.Call)}
+    return (
+        any(isinstance(node, ast.Assert) for node in ast.walk(function))
+        or any(re.match(r"_?(assert|check|expect|raises|warns|run_ranks|fail)", name) for name in names)
+        or bool(names & helpers)
+    )
