@@ -113,7 +113,7 @@ def test_rows_with_nothing_to_learn_are_dropped_and_counted(tmp_path: Path, row:
         (b'{"text": "a"', "broken JSON", "broken JSON"),
         (b"[" * 100_000, "broken JSON", "broken JSON"),
         (b'{"text": "\xff"}', "not valid UTF-8 at byte 11 of the line", "not UTF-8"),
-        (b'{"text": "\\ud800"}', "a lone surrogate", "not UTF-8"),
+        (b'{"text": "\\ud800"}', "stands for half a character .a lone surrogate", "not UTF-8"),
         ([chat("q", "a")], "the line holds a list, a row is an object with one of 'messages'", "wrong type"),
         (3, "the line holds a number", "wrong type"),
         (None, "the line holds null", "wrong type"),
@@ -130,7 +130,11 @@ def test_rows_with_nothing_to_learn_are_dropped_and_counted(tmp_path: Path, row:
         ({"text": True}, "text is true or false, it must be a string", "wrong type"),
         ({"prompt": 1, "completion": "c"}, "prompt is a number, it must be a string", "wrong type"),
         ({"messages": [{"role": "user", "text": "q"}]}, "message 1 has no 'content', only", "no content"),
-        ({"messages": [{"role": "usr", "content": "q"}]}, "the role 'usr', .*did you mean 'user'", "unknown role"),
+        (
+            {"messages": [{"role": "usr", "content": "q"}]},
+            "message 1 has the role 'usr', .*did you mean 'user'",
+            "unknown role",
+        ),
         ({"messages": [{"role": ["x"], "content": "q"}]}, r"the role \['x'\], allowed are system", "unknown role"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -59,11 +60,26 @@ def test_packing_is_tight_and_the_same_each_time(examples: list[Example]) -> Non
     assert rows == pack(examples, seq_length=SEQ_LENGTH, pad_id=7)
 
 
-def test_best_fit_fills_rows() -> None:
-    lengths = [3, 6, 2, 8, 4, 5, 4, 7, 1, 8]
-    examples = [Example(input_ids=[n] * n, labels=[n] * n) for n in lengths]
+def test_rows_are_filled_where_a_greedy_choice_would_leave_room() -> None:
+    """Longest first would put 6 with 5 and leave 1 unused; 6 + 4 + 2 and 5 + 4 + 3 use all of it."""
+    examples = [Example(input_ids=[n] * n, labels=[n] * n) for n in (5, 2, 4, 6, 3, 4)]
     rows = pack(examples, seq_length=12, pad_id=0)
-    assert [row.document_lengths for row in rows] == [(3, 6, 2, 1), (8, 4), (4, 8), (5, 7)]  # 48 tokens, no padding
+    assert [row.document_lengths for row in rows] == [(5, 3, 4), (2, 4, 6)]
+
+
+@given(st.lists(st.integers(1, SEQ_LENGTH), min_size=1, max_size=9))
+def test_each_row_is_the_best_fill_for_its_longest_example(lengths: list[int]) -> None:
+    examples = [Example(input_ids=[n] * n, labels=[n] * n) for n in lengths]
+    rows = pack(examples, seq_length=SEQ_LENGTH, pad_id=0)
+    filled = [Counter(token for token in row.input_ids if token) for row in rows]
+    left = Counter(lengths)
+    for row in sorted(filled, key=lambda row: (-max(row), -row.total())):
+        counts = Counter({length: tokens // length for length, tokens in row.items()})
+        assert max(row) == max(left)
+        rest = list((left - Counter([max(left)])).elements())
+        sums = {sum(part) for size in range(len(rest) + 1) for part in itertools.combinations(rest, size)}
+        assert row.total() == max(left) + max(total for total in sums if max(left) + total <= SEQ_LENGTH)
+        left -= counts
 
 
 def test_labels_are_targets_of_the_same_position_and_stay_in_their_document() -> None:
