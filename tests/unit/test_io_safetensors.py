@@ -157,7 +157,7 @@ def test_index_names_the_wrong_shard(tmp_path):
 def test_key_in_two_shards(tmp_path):
     sharded(tmp_path)
     write_safetensors(tmp_path / "two.safetensors", {"c": torch.tensor(7.0), "b": torch.zeros(3)})
-    with pytest.raises(CheckpointError, match=r"holds b in both one\.safetensors and two\.safetensors; keep one"):
+    with pytest.raises(CheckpointError, match=r"holds b in both one\.safetensors and two\.safetensors; keep one of them"):
         SafetensorsFolder(tmp_path)
 
 
