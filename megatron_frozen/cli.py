@@ -21,6 +21,7 @@ from megatron_frozen.train.commands import answer_prompt, merge_folder
 from megatron_frozen.train.config import load_config
 from megatron_frozen.train.facts import facts_table
 from megatron_frozen.train.job import train
+from megatron_frozen.train.launch import is_lost_rank
 from megatron_frozen.train.schema import DTYPES
 
 _FIRST_RANK_SPEAKS_S = 10.0  # how long another rank leaves it to the first one to say what went wrong
@@ -35,8 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail("interrupted; the same command goes on from the last checkpoint", code=130)
     except (MegatronFrozenError, OSError) as error:
         return _fail(str(error), code=2 if isinstance(error, ConfigError) else 1)
-    except Exception as error:
-        # Not a user's mistake. The other ranks may be waiting for this one, so it speaks at once.
+    except Exception as error:  # the other ranks may be waiting for this one, so it speaks at once
+        if is_lost_rank(error):
+            _say(f"another rank is gone or did not answer in time, look for its own message ({error})")
+            return 1
         traceback.print_exc()
         _say(f"{type(error).__name__}: {error}")
         return 1

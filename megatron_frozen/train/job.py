@@ -207,12 +207,8 @@ class _Job:
         if self.sample is None:
             return None
         with self.trainer.precision():
-            return answer(
-                self.trainer.model,
-                self.sample,
-                tokenizer=self.tokenizer,
-                max_new_tokens=self.config.sample_max_new_tokens,
-            )
+            length = self.config.sample_max_new_tokens
+            return answer(self.trainer.model, self.sample, tokenizer=self.tokenizer, max_new_tokens=length)
 
     def _save(self) -> None:
         trainer, checkpoints = self.trainer, self.folder / CHECKPOINTS

@@ -34,3 +34,8 @@ def parallel_ranks(*, tensor_model_parallel_size: int, timeout_s: float) -> Iter
     destroy_model_parallel()
     if ours:
         dist.destroy_process_group()
+
+
+def is_lost_rank(error: Exception) -> bool:
+    """Whether a collective failed since another rank is gone or stuck. Gloo raises a bare RuntimeError with its place."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))

@@ -46,16 +46,11 @@ def toy_model(folder: Path, **sizes: Any) -> Path:
 
 def toy_rows(path: Path, *, count: int) -> Path:
     """`count` chats of one question and one answer, of very different lengths."""
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"{QUESTIONS[i % 6]} {i}"},
-                {"role": "assistant", "content": ANSWERS[i % 5]},
-            ]
-        }
-        for i in range(count)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with path.open("w") as file:
+        for index in range(count):
+            question = {"role": "user", "content": f"{QUESTIONS[index % 6]} {index}"}
+            answer = {"role": "assistant", "content": ANSWERS[index % 5]}
+            file.write(json.dumps({"messages": [question, answer]}) + "\n")
     return path
 
 
@@ -83,7 +78,7 @@ def toy_config(folder: Path, **changes: Any) -> TrainConfig:
 
 
 def run_config(rank: int, world_size: int, *configs: TrainConfig) -> None:
-    """A body for `run_ranks`: the runs of `configs` one after the other; a list of one config per rank is also taken."""
+    """A body for `run_ranks`: the runs of `configs` one after the other."""
     for config in configs:
         train(config)
 
