@@ -157,7 +157,7 @@ def test_bf16_weights_give_bf16_logits_and_fp32_losses() -> None:
         ({"input_ids": torch.zeros(1, 0, dtype=torch.int64)}, r"input_ids has shape \[1, 0\]; give"),
         (
             {"labels": torch.zeros(2, 11, dtype=torch.int64)},
-            r"labels has shape \[2, 11\] and input_ids \[2, 12\]; give",
+            r"labels has shape \[2, 11\] and input_ids \[2, 12\]; give them the same",
         ),
         ({"position_ids": torch.zeros(1, 12, dtype=torch.int64)}, r"position_ids has shape \[1, 12\] and input_ids"),
         ({"document_lengths": [[12]]}, r"document_lengths has 1 rows and input_ids has 2"),

@@ -96,9 +96,12 @@ def test_qwen_windows_from_layer_types_or_from_the_first_windowed_layer() -> Non
     ("config", "message"),
     [
         (_config("gpt2"), r"model_type 'gpt2', but models/ runs only llama, mistral, qwen2, qwen3; choose"),
-        (_config("lama"), r"did you mean 'llama'\?"),
+        (_config("lama"), r"did you mean 'llama'\?; choose a checkpoint of one of these"),
         (_SIZES, r"model_type None, but"),
-        (_config(hidden_act="gelu"), r"hidden_act 'gelu', but models/ runs only 'silu'; choose"),
+        (
+            _config(hidden_act="gelu"),
+            r"hidden_act 'gelu', but models/ runs only 'silu'; choose a checkpoint with that or change config",
+        ),
         (_config(attention_dropout=0.1), r"attention_dropout 0.1, but models/ runs only 0; choose"),
         (_config(quantization_config={"bits": 4}), r"quantization_config \{'bits': 4\}, but models/ runs only None"),
         (_config(partial_rotary_factor=0.5), r"partial_rotary_factor 0.5, but models/ rotates whole heads only"),
@@ -110,7 +113,7 @@ def test_qwen_windows_from_layer_types_or_from_the_first_windowed_layer() -> Non
             _config(rope_scaling={"rope_type": "longrope", "factor": 2.0}),
             r"rope_type is 'longrope', but models/ computes",
         ),
-        (_config(rope_scaling={"type": "yarm"}), r"did you mean 'yarn'\?"),
+        (_config(rope_scaling={"type": "yarm"}), r"did you mean 'yarn'\?; choose a checkpoint with one of these"),
         (
             _config(rope_scaling={"type": "linear"}),
             r"rope type 'linear' needs a number above 0 for 'factor' and got None",
@@ -122,7 +125,7 @@ def test_qwen_windows_from_layer_types_or_from_the_first_windowed_layer() -> Non
             r"per layer type \(full_attention\), but models/",
         ),
         ({**_config(), "hidden_size": None}, r"has no 'hidden_size', which a decoder needs; take"),
-        (_config(vocab_size="64"), r"'vocab_size' is '64'; it must be a whole number above 0"),
+        (_config(vocab_size="64"), r"'vocab_size' is '64'; it must be a whole number above 0, so correct config.json"),
         (_config(num_hidden_layers=0), r"'num_hidden_layers' is 0; it must be"),
         (_config("mistral", num_key_value_heads=2, sliding_window=0), r"'sliding_window' is 0; it must be"),
         (_config(num_key_value_heads=3), r"num_attention_heads 4 is no multiple of num_key_value_heads 3; correct"),
@@ -137,7 +140,7 @@ def test_qwen_windows_from_layer_types_or_from_the_first_windowed_layer() -> Non
         ),
         (
             _config("qwen2", layer_types=["linear_attention"] * 3),
-            r"layer type 'linear_attention', but models/ runs only",
+            r"layer type 'linear_attention', but models/ runs only .*; choose a checkpoint with these",
         ),
         (_config("qwen2", layer_types=["sliding_attention"] * 3), r"sliding_attention layers but no window"),
     ],
