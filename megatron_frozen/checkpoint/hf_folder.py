@@ -101,14 +101,14 @@ def save_hf_folder(
         weights.append(
             Weight(key=key, parameter=parameter, shard=lambda p=parameter, t=target: p.detach().to(t), dtype=target)
         )
-    write_hf_folder(model, folder, weights, source_folder=source_folder)
+    write_hf_folder(model, folder, weights=weights, source_folder=source_folder)
 
 
 def write_hf_folder(
     model: CausalLM,
     folder: str | Path,
-    weights: list[Weight],
     *,
+    weights: list[Weight],
     source_folder: str | Path | None,
     max_file_bytes: int = _MAX_FILE_BYTES,
 ) -> None:
@@ -117,7 +117,7 @@ def write_hf_folder(
     # Data-parallel copies are equal: the first writes, and the others learn whether it could.
     with together(group=replicas, doing=f"writing {folder}"):
         if group_rank(replicas) == 0:
-            _write(model, Path(folder), weights, source_folder=source_folder, max_file_bytes=max_file_bytes)
+            _write(model, Path(folder), weights=weights, source_folder=source_folder, max_file_bytes=max_file_bytes)
 
 
 def _replicas(tp_group: Group) -> Group:
@@ -192,7 +192,7 @@ def _read_into(parameter: nn.Parameter, files: SafetensorsFolder, *, key: str, g
         return
     start = min(group_rank(group) * parameter.shape[dim], files.shape(key)[dim])
     stop = min(start + parameter.shape[dim], files.shape(key)[dim])
-    parameter.narrow(dim, 0, stop - start).copy_(files.read(key, start, stop, dim=dim))
+    parameter.narrow(dim, 0, stop - start).copy_(files.read(key, start=start, stop=stop, dim=dim))
     parameter.narrow(dim, stop - start, parameter.shape[dim] - (stop - start)).zero_()
 
 
@@ -201,12 +201,12 @@ def _same_rows(files: SafetensorsFolder, embedding: nn.Parameter, *, group: Grou
     if files.shape(_HEAD) != files.shape(_EMBEDDING):
         return False
     start = group_rank(group) * embedding.shape[0]
-    head, rows = (files.read(key, start, start + embedding.shape[0]) for key in (_HEAD, _EMBEDDING))
+    head, rows = (files.read(key, start=start, stop=start + embedding.shape[0]) for key in (_HEAD, _EMBEDDING))
     return torch.equal(head, rows)
 
 
 def _write(
-    model: CausalLM, folder: Path, weights: list[Weight], *, source_folder: str | Path | None, max_file_bytes: int
+    model: CausalLM, folder: Path, *, weights: list[Weight], source_folder: str | Path | None, max_file_bytes: int
 ) -> None:
     group, doing = model.tp_group, f"writing {folder}"
     sizes = {weight.key: _written_bytes(weight, vocab_size=model.config.vocab_size, group=group) for weight in weights}

@@ -43,7 +43,7 @@ def merge_adapter(
                 dtype=target,
             )
         )
-    write_hf_folder(model, folder, weights, source_folder=source_folder)
+    write_hf_folder(model, folder, weights=weights, source_folder=source_folder)
 
 
 def merged(parameter: nn.Parameter, layer: LoraLinear | None, *, dtype: torch.dtype) -> Tensor:

@@ -68,7 +68,7 @@ class SafetensorsFolder:
         """The dtype of a tensor as its header spells it: "BF16", "F16", "F32", ..."""
         return self._slice(key).get_dtype()
 
-    def read(self, key: str, start: int | None = None, stop: int | None = None, dim: int = 0) -> torch.Tensor:
+    def read(self, key: str, *, start: int | None = None, stop: int | None = None, dim: int = 0) -> torch.Tensor:
         """A contiguous CPU tensor in the file's dtype: all of `key`, or `[start:stop]` of its dimension `dim`."""
         if start is None and stop is None:
             # Not `[:]`, which safetensors refuses for a tensor without dimensions.

@@ -177,7 +177,7 @@ def test_large_models_are_cut_into_files(tmp_path):
         Weight(key=key, parameter=parameter, shard=parameter.detach, dtype=torch.float32)
         for key, parameter in model.named_parameters()
     ]
-    write_hf_folder(model, tmp_path / "out", weights, source_folder=None, max_file_bytes=20_000)
+    write_hf_folder(model, tmp_path / "out", weights=weights, source_folder=None, max_file_bytes=20_000)
     index = json.loads((tmp_path / "out" / INDEX).read_text())
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert files == sorted(set(index["weight_map"].values()))

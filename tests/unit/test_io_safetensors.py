@@ -38,10 +38,10 @@ def test_slices_of_one_file(tmp_path, dtype):
     assert folder.dtype("w") == dtype
     for value, reference in [
         (folder.read("w"), full),
-        (folder.read("w", 2, 5), full[2:5]),
-        (folder.read("w", 1, 4, dim=1), full[:, 1:4]),
-        (folder.read("w", 4, 99), full[4:]),
-        (folder.read("w", 3, 3), full[3:3]),
+        (folder.read("w", start=2, stop=5), full[2:5]),
+        (folder.read("w", start=1, stop=4, dim=1), full[:, 1:4]),
+        (folder.read("w", start=4, stop=99), full[4:]),
+        (folder.read("w", start=3, stop=3), full[3:3]),
     ]:
         assert torch.equal(value, reference)
         assert value.is_contiguous()
@@ -52,7 +52,7 @@ def test_shards(tmp_path):
     sharded(tmp_path)
     folder = SafetensorsFolder(tmp_path)
     assert folder.keys() == ["a", "b", "c"]
-    assert torch.equal(folder.read("a", 1, 3, dim=1), torch.arange(24.0).view(4, 6)[:, 1:3])
+    assert torch.equal(folder.read("a", start=1, stop=3, dim=1), torch.arange(24.0).view(4, 6)[:, 1:3])
     assert folder.shape("c") == ()
     assert folder.read("c") == 7
 
@@ -75,9 +75,9 @@ def test_a_slice_reads_only_itself(tmp_path):
 
         before = peak_kib()
         folder = SafetensorsFolder({str(tmp_path)!r})
-        assert folder.read("w", 500_000, 500_500).shape == (500, {columns})
+        assert folder.read("w", start=500_000, stop=500_500).shape == (500, {columns})
         print(peak_kib() - before)
-        folder.read("w", 0, 25_000)
+        folder.read("w", start=0, stop=25_000)
         print(peak_kib() - before)
     """)
     output = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=120).stdout
@@ -157,7 +157,8 @@ def test_index_names_the_wrong_shard(tmp_path):
 def test_key_in_two_shards(tmp_path):
     sharded(tmp_path)
     write_safetensors(tmp_path / "two.safetensors", {"c": torch.tensor(7.0), "b": torch.zeros(3)})
-    with pytest.raises(CheckpointError, match=r"holds b in both one\.safetensors and two\.safetensors; keep one of them"):
+    message = r"holds b in both one\.safetensors and two\.safetensors; keep one of them"
+    with pytest.raises(CheckpointError, match=message):
         SafetensorsFolder(tmp_path)
 
 
@@ -178,4 +179,4 @@ def test_unknown_key_gets_the_nearest(tmp_path):
     sharded(tmp_path)
     write_safetensors(tmp_path / "model.safetensors", {"model.norm.weight": torch.ones(2)})
     with pytest.raises(CheckpointError, match=r"holds no tensor model\.norm\.wait, did you mean 'model\.norm\.weight'"):
-        SafetensorsFolder(tmp_path).read("model.norm.wait", 0, 1)
+        SafetensorsFolder(tmp_path).read("model.norm.wait")
