@@ -1,10 +1,15 @@
 """Megatron-style tensor-parallel layers that stay fast when their weights are frozen."""
 
 from megatron_frozen.autograd import LinearWithFrozenWeight as LinearWithFrozenWeight
+from megatron_frozen.checkpoint import load_hf_folder as load_hf_folder
+from megatron_frozen.checkpoint import merge_adapter as merge_adapter
+from megatron_frozen.checkpoint import save_hf_folder as save_hf_folder
 from megatron_frozen.comm import copy_to_tensor_model_parallel_region as copy_to_tensor_model_parallel_region
 from megatron_frozen.comm import destroy_model_parallel as destroy_model_parallel
 from megatron_frozen.comm import gather_from_sequence_parallel_region as gather_from_sequence_parallel_region
 from megatron_frozen.comm import gather_from_tensor_model_parallel_region as gather_from_tensor_model_parallel_region
+from megatron_frozen.comm import get_data_parallel_group as get_data_parallel_group
+from megatron_frozen.comm import get_tensor_model_parallel_group as get_tensor_model_parallel_group
 from megatron_frozen.comm import initialize_model_parallel as initialize_model_parallel
 from megatron_frozen.comm import reduce_from_tensor_model_parallel_region as reduce_from_tensor_model_parallel_region
 from megatron_frozen.comm import (
@@ -23,6 +28,13 @@ from megatron_frozen.layers import ModelParallelConfig as ModelParallelConfig
 from megatron_frozen.layers import RowParallelLinear as RowParallelLinear
 from megatron_frozen.layers import VocabParallelEmbedding as VocabParallelEmbedding
 from megatron_frozen.layout import fold_leading as fold_leading
+from megatron_frozen.lora import LoraConfig as LoraConfig
+from megatron_frozen.lora import adapters_disabled as adapters_disabled
+from megatron_frozen.lora import apply_lora as apply_lora
+from megatron_frozen.lora import load_adapter as load_adapter
+from megatron_frozen.lora import save_adapter as save_adapter
+from megatron_frozen.models import CausalLM as CausalLM
+from megatron_frozen.models import DecoderConfig as DecoderConfig
 from megatron_frozen.params import clip_grad_norm as clip_grad_norm
 from megatron_frozen.params import sum_grads as sum_grads
 from megatron_frozen.params import sum_partial_grads as sum_partial_grads

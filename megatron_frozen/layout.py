@@ -155,10 +155,7 @@ def _folded(tensor: torch.Tensor, fold: Fold) -> torch.Tensor:
 
 @lru_cache(maxsize=4096)
 def _common_order(
-    lead: tuple[int, ...],
-    first: tuple[int, ...],
-    second: tuple[int, ...],
-    first_is_larger: bool,  # noqa: FBT001 - a cache key
+    lead: tuple[int, ...], *, first: tuple[int, ...], second: tuple[int, ...], first_is_larger: bool
 ) -> tuple[int, ...]:
     """Return the order of leading dims, given both tensors' lead strides, that copies fewest bytes; the natural one
     if equal.
@@ -193,7 +190,12 @@ def fold_pair(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, 
         num_rows *= size
     if first.is_contiguous() and second.is_contiguous():
         return first.reshape(num_rows, first.shape[-1]), second.reshape(num_rows, second.shape[-1])
-    order = _common_order(lead, first.stride()[:-1], second.stride()[:-1], first.shape[-1] >= second.shape[-1])
+    order = _common_order(
+        lead,
+        first=first.stride()[:-1],
+        second=second.stride()[:-1],
+        first_is_larger=first.shape[-1] >= second.shape[-1],
+    )
     last = len(lead)
     return (
         first.permute(*order, last).reshape(num_rows, first.shape[-1]),
