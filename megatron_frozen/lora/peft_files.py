@@ -7,18 +7,19 @@ PEFT's are the tables below; both directions are read from them.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from megatron_frozen.comm import WORLD, on_first_rank, together
+from megatron_frozen.comm import WORLD, Group, group_size, on_first_rank, together
 from megatron_frozen.errors import CheckpointError
 from megatron_frozen.io import atomic_folder, read_json, read_safetensors, write_json, write_safetensors
 from megatron_frozen.lora.apply import adapter_names, check_new_name, install, layers_of, set_active_adapter
 from megatron_frozen.lora.config import LoraConfig
 from megatron_frozen.lora.layer import LoraLinear, base_of
-from megatron_frozen.lora.targets import find_targets
+from megatron_frozen.lora.targets import find_targets, named_modules_around_adapters
+from megatron_frozen.params import shard_of
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -200,8 +201,8 @@ def _check_same(
     present = next(iter(layers.values())).adapters[adapter_name]
     if (present.r, present.scale, set(layers)) != (config.r, config.scale, set(targets)):
         raise CheckpointError(
-            f"adapter '{adapter_name}' has r={present.r} and scale {present.scale:g} on {len(layers)} layers of the model, and "
-            f"r={config.r} and scale {config.scale:g} on {len(targets)} in the folder; load it under another name"
+            f"adapter '{adapter_name}' has r={present.r} and scale {present.scale:g} on {len(layers)} layers here, "
+            f"and r={config.r} and scale {config.scale:g} on {len(targets)} in the folder; load it under another name"
         )
 
 
@@ -215,7 +216,11 @@ def _read_factors(
         shapes[peft_key(name, "lora_A")] = (r, base_of(module).input_size)
         shapes[peft_key(name, "lora_B")] = (_out_features(module, name=name, model=model), r)
     faults = [f"has no {key}" for key in shapes if key not in tensors]
-    faults += [f"has {key}, which no target module explains" for key in tensors if key not in shapes]
+    faults += [
+        f"has {key}, which is neither a target module's nor a copy of the base model's weight"
+        for key, tensor in tensors.items()
+        if key not in shapes and not _is_base_weight(tensor, key=key, model=model)
+    ]
     faults += [
         f"has {key} of shape {list(tensors[key].shape)} where the model needs {list(shape)}"
         for key, shape in shapes.items()
@@ -232,6 +237,23 @@ def _read_factors(
         full_B = nn.functional.pad(full_B, (0, 0, 0, base_of(module).output_size - full_B.shape[0]))
         factors[name] = tensors[peft_key(name, "lora_A")], full_B
     return factors
+
+
+def _is_base_weight(tensor: torch.Tensor, *, key: str, model: nn.Module) -> bool:
+    """Return whether a file's tensor is the weight of an embedding or output layer, which PEFT at times adds."""
+    path = key.removeprefix(KEY_PREFIX).removesuffix(".weight").removesuffix(".base_layer")
+    module = dict(named_modules_around_adapters(model)).get(path)
+    weight = getattr(module, "weight", None)
+    if module is None or weight is None or getattr(weight, "partition_dim", None) != 0:
+        return False
+    group = cast("Group", module.tp_group)
+    num_padding = weight.shape[0] * group_size(group) - tensor.shape[0]
+    if num_padding < 0 or tensor.shape[1:] != weight.shape[1:]:
+        return False
+    full = nn.functional.pad(tensor, (0, 0, 0, num_padding))
+    shard = shard_of(full, partition_dim=0, group=group).to(weight.device)
+    narrower = min(tensor.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
+    return torch.equal(shard.to(narrower), weight.to(narrower))
 
 
 def _out_features(linear: nn.Module, *, name: str, model: nn.Module) -> int:

@@ -1,4 +1,4 @@
-"""Small modules that the LoRA tests put adapters on, at any tensor-parallel size, and the bodies that their ranks run."""
+"""Small modules that the LoRA tests put adapters on, at any tensor-parallel size."""
 
 from __future__ import annotations
 
@@ -26,15 +26,13 @@ def set_weight(linear: ColumnParallelLinear | RowParallelLinear, full: Tensor) -
     dim = 0 if isinstance(linear, ColumnParallelLinear) else 1
     assert linear.weight is not None
     linear.weight.data.copy_(shard_of(full, partition_dim=dim, group=linear.tp_group))
-    linear.weight.requires_grad_(requires_grad=False)
+    linear.weight.requires_grad = False
 
 
 def column(full: Tensor, *, sequence_parallel: bool = False, **options: Any) -> ColumnParallelLinear:
     config = config_for(sequence_parallel=sequence_parallel, dtype=full.dtype)
     options = {"bias": False, **options}
-    linear = ColumnParallelLinear(
-        full.shape[1], full.shape[0], config=config, init_method=nn.init.zeros_, **options
-    )
+    linear = ColumnParallelLinear(full.shape[1], full.shape[0], config=config, init_method=nn.init.zeros_, **options)
     set_weight(linear, full)
     return linear
 
@@ -76,15 +74,18 @@ class Stack(nn.Module):
     def __init__(self, num_layers: int = 2, *, sequence_parallel: bool = False) -> None:
         super().__init__()
         self.model = nn.Module()
-        self.model.layers = nn.ModuleList()
+        layers = nn.ModuleList()
         for number in range(num_layers):
             layer = nn.Module()
             layer.mlp = Mlp(sequence_parallel=sequence_parallel, seed=10 * number)
             layer.norm = nn.LayerNorm(8)
-            self.model.layers.append(layer)
+            layers.append(layer)
+        self.model.layers = layers
 
     def forward(self, hidden: Tensor) -> Tensor:
-        for layer in self.model.layers:
+        layers = self.model.layers
+        assert isinstance(layers, nn.ModuleList)
+        for layer in layers:
             hidden = hidden + layer.mlp(hidden)  # pyright: ignore[reportCallIssue]
         return hidden
 

@@ -1,4 +1,4 @@
-"""How adapters start: the same at any tensor-parallel size and on every rank, whatever the ranks' own seeds (21, 22)."""
+"""How adapters start: the same at any size and on every rank, whatever the ranks' own seeds (cases 21, 22)."""
 
 from __future__ import annotations
 
@@ -99,9 +99,7 @@ def _trained_factors(rank: int, world_size: int) -> dict[str, tuple[int, int, Te
     torch.optim.AdamW(parameters, lr=0.1).step()
     names = ["up.A", "up.B", "down.A", "down.B"]
     place = get_tensor_model_parallel_rank(), get_data_parallel_rank()
-    return {
-        name: (*place, old, new.detach()) for name, old, new in zip(names, before, parameters, strict=True)
-    }
+    return {name: (*place, old, new.detach()) for name, old, new in zip(names, before, parameters, strict=True)}
 
 
 def test_replicas_agree_everywhere_and_shards_across_data_parallel_ranks_also_after_a_step() -> None:

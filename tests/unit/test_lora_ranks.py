@@ -17,9 +17,9 @@ from megatron_frozen.params import shard_of, sum_partial_grads
 from megatron_frozen.testing import assert_close_to, run_ranks
 from tests.unit.lora_toys import Mlp, Stack, column, full_gradient, row, seeded, start_ranks, with_adapter
 
-S, BATCH, H, O, R = 4, 1, 4, 4, 2
-W, A, B = seeded(O, H, seed=1), seeded(R, H, seed=2), seeded(O, R, seed=3)
-X, DY = seeded(S, BATCH, H, seed=4), seeded(S, BATCH, O, seed=5)
+S, BATCH, H, OUT, R = 4, 1, 4, 4, 2
+W, A, B = seeded(OUT, H, seed=1), seeded(R, H, seed=2), seeded(OUT, R, seed=3)
+X, DY = seeded(S, BATCH, H, seed=4), seeded(S, BATCH, OUT, seed=5)
 
 
 class Base(NamedTuple):
@@ -117,13 +117,13 @@ def test_without_the_sum_over_ranks_the_replicated_factor_would_be_wrong() -> No
     assert min(run_ranks(2, _partial_sum_error)) > 0.1
 
 
-def _one_step(rank: int, world_size: int, tensor_parallel_size: int, sequence_parallel: bool) -> dict[str, Tensor]:  # noqa: FBT001
+def _one_step(rank: int, world_size: int, tensor_parallel_size: int, mode: str) -> dict[str, Tensor]:
     """One SGD step from apply_lora's start; the losses differ between data-parallel ranks."""
     group = start_ranks(tensor_parallel_size)
     torch.manual_seed(10 + rank)
-    model = Stack(sequence_parallel=sequence_parallel and tensor_parallel_size > 1)
+    model = Stack(sequence_parallel=mode == "SP")
     apply_lora(model, LoraConfig(r=R, alpha=4, target_modules=["up_proj", "down_proj"]), seed=rank)
-    cut = 0 if sequence_parallel else None
+    cut = 0 if mode == "SP" else None
     output = model(_cut(seeded(S, 2, 8, seed=7), cut, group=group))
     output.backward(_cut(seeded(S, 2, 8, seed=8), cut, group=group))
     parameters = lora_parameters(model)
@@ -135,10 +135,10 @@ def _one_step(rank: int, world_size: int, tensor_parallel_size: int, sequence_pa
     return factors
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_after_one_step_the_factors_are_those_of_one_rank_and_every_b_has_moved(sequence_parallel: bool) -> None:  # noqa: FBT001
-    first, second = run_ranks(2, _one_step, 2, sequence_parallel)
-    (alone,) = run_ranks(1, _one_step, 1, False)
+@pytest.mark.parametrize("mode", ["plain", "SP"])
+def test_after_one_step_the_factors_are_those_of_one_rank_and_every_b_has_moved(mode: str) -> None:
+    first, second = run_ranks(2, _one_step, 2, mode)
+    (alone,) = run_ranks(1, _one_step, 1, "plain")
     for name, factor in first.items():
         assert torch.equal(factor, second[name]), f"{name} differs between ranks"
         if name.endswith(".B"):
@@ -146,12 +146,12 @@ def test_after_one_step_the_factors_are_those_of_one_rank_and_every_b_has_moved(
     assert_close_to(first, alone, tolerance=5e-6)
 
 
-def _collectives(rank: int, world_size: int, sequence_parallel: bool) -> dict[str, Counter[str]]:  # noqa: FBT001
+def _collectives(rank: int, world_size: int, mode: str) -> dict[str, Counter[str]]:
     """Collectives of forward and backward: bare, with adapters, with adapters off; then those of the step's own sum."""
     del rank
     group = start_ranks(world_size)
-    model = Mlp(sequence_parallel=sequence_parallel)
-    cut = 0 if sequence_parallel else None
+    model = Mlp(sequence_parallel=mode == "SP")
+    cut = 0 if mode == "SP" else None
     hidden, grad = (_cut(seeded(S, 2, 8, seed=seed), cut, group=group) for seed in (7, 8))
 
     def count() -> Counter[str]:
@@ -170,34 +170,34 @@ def _collectives(rank: int, world_size: int, sequence_parallel: bool) -> dict[st
     return counts
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_adapters_add_no_activation_collective(sequence_parallel: bool) -> None:  # noqa: FBT001
-    for counts in run_ranks(2, _collectives, sequence_parallel):
-        expected = {"all_gather": 2, "reduce_scatter": 2} if sequence_parallel else {"all_reduce": 2}
+@pytest.mark.parametrize("mode", ["plain", "SP"])
+def test_adapters_add_no_activation_collective(mode: str) -> None:
+    for counts in run_ranks(2, _collectives, mode):
+        expected = {"all_gather": 2, "reduce_scatter": 2} if mode == "SP" else {"all_reduce": 2}
         assert counts["bare"] == counts["adapted"] == counts["switched off"] == expected
         assert counts["step"] == {"all_reduce": 1}
 
 
-def _dropped(rank: int, world_size: int, kind: str, sequence_parallel: bool) -> Tensor:  # noqa: FBT001
+def _dropped(rank: int, world_size: int, kind: str, mode: str) -> Tensor:
     """The output of a layer with dropout 0.5 where the ranks are in one random state."""
     del rank
     group = start_ranks(world_size)
     is_column = kind == "column"
     make = column if is_column else row
-    layer = with_adapter(make(torch.zeros(O, H), sequence_parallel=sequence_parallel), A, B, dropout=0.5)
-    cut = (0 if sequence_parallel else None) if is_column else 2
+    layer = with_adapter(make(torch.zeros(OUT, H), sequence_parallel=mode == "SP"), A, B, dropout=0.5)
+    cut = (0 if mode == "SP" else None) if is_column else 2
     torch.manual_seed(5)
     output, _ = layer(_cut(seeded(S, 3, H, seed=4), cut, group=group))
     parts = gather_objects(output.detach(), group=WORLD)
     assert group_size(group) == world_size
     state = torch.get_rng_state()
     assert all(torch.equal(state, other) for other in gather_objects(state, group=WORLD))
-    return torch.cat(parts, dim=2) if is_column else torch.cat(parts, dim=0) if sequence_parallel else parts[0]
+    return torch.cat(parts, dim=2) if is_column else torch.cat(parts, dim=0) if mode == "SP" else parts[0]
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_the_dropout_mask_is_that_of_one_rank(kind: str, sequence_parallel: bool) -> None:  # noqa: FBT001
-    first, _ = run_ranks(2, _dropped, kind, sequence_parallel)
-    (alone,) = run_ranks(1, _dropped, kind, False)
+@pytest.mark.parametrize("mode", ["plain", "SP"])
+def test_the_dropout_mask_is_that_of_one_rank(kind: str, mode: str) -> None:
+    first, _ = run_ranks(2, _dropped, kind, mode)
+    (alone,) = run_ranks(1, _dropped, kind, "plain")
     torch.testing.assert_close(first, alone, atol=1e-6, rtol=1e-6)

@@ -71,7 +71,10 @@ class Fused(nn.Module):
     [
         (["linear_fc1x"], "'linear_fc1x', did you mean 'linear_fc1'\\?; its linears are linear_qkv"),
         (["linear_qkv", "linear_fc1x"], "'linear_fc1x', did you mean 'linear_fc1'\\?; its linears are linear_qkv"),
-        (["q_proj", "v_proj"], "no module of the model matches LoRA target_modules 'q_proj' or 'v_proj'; its linears are linear_qkv"),
+        (
+            ["q_proj", "v_proj"],
+            "no module of the model matches LoRA target_modules 'q_proj' or 'v_proj'; its linears are linear_qkv",
+        ),
         (["linear_qkv", "q_proj"], "target_modules 'q_proj'; its linears are"),
         ("linear_q", "'linear_q', did you mean 'linear_qkv'\\?"),
     ],
@@ -85,14 +88,14 @@ def test_each_target_that_matches_nothing_is_named_and_nothing_is_changed(target
 
 
 def test_a_layer_number_without_a_target_is_named() -> None:
-    with pytest.raises(ConfigError, match="asks for layers \\[7\\], .*they are in layers 0 to 1"):
+    with pytest.raises(ConfigError, match=r"asks for layers \[7\], .*they are in layers 0 to 1"):
         apply_lora(Stack(), LoraConfig(target_modules=["up_proj"], layers_to_transform=[1, 7]))
     with pytest.raises(ConfigError, match="none of them is in a numbered layer"):
         apply_lora(Fused(), LoraConfig(target_modules=["linear_qkv"], layers_to_transform=[0]))
 
 
 def test_a_module_that_is_no_parallel_linear_is_refused() -> None:
-    with pytest.raises(ConfigError, match="layers.0.norm: it is a LayerNorm, and LoRA adapts Column"):
+    with pytest.raises(ConfigError, match=r"layers\.0\.norm: it is a LayerNorm, and LoRA adapts Column"):
         apply_lora(Stack(), LoraConfig(target_modules=["up_proj", "norm"]))
     with pytest.raises(ConfigError, match="the model has no ColumnParallelLinear or RowParallelLinear"):
         apply_lora(nn.Sequential(nn.Linear(2, 2)), LoraConfig(target_modules=["0"]))
