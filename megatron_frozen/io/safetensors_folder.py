@@ -72,15 +72,18 @@ class SafetensorsFolder:
         """A contiguous CPU tensor in the file's dtype: all of `key`, or `[start:stop]` of its dimension `dim`."""
         if start is None and stop is None:
             # Not `[:]`, which safetensors refuses for a tensor without dimensions.
-            return self._files[self._file_of_key[key]].get_tensor(key).clone()
+            return self._file(key).get_tensor(key).clone()
         view = self._slice(key)[(slice(None),) * dim + (slice(start, stop),)]
         # safetensors returns a view of the whole mapped file: the clone keeps the slice and lets the file go.
         return view.clone(memory_format=torch.contiguous_format)
 
     def _slice(self, key: str) -> Any:
+        return self._file(key).get_slice(key)
+
+    def _file(self, key: str) -> Any:
         if key not in self._file_of_key:
             raise CheckpointError(f"{self.folder} holds no tensor {key}{nearest(key, self._file_of_key)}")
-        return self._files[self._file_of_key[key]].get_slice(key)
+        return self._files[self._file_of_key[key]]
 
 
 def read_safetensors(path: str | Path) -> dict[str, torch.Tensor]:

@@ -15,10 +15,10 @@ from megatron_frozen.checkpoint.hf_folder import load_hf_folder
 from megatron_frozen.layers import ModelParallelConfig
 
 PROSE = (
-    "The Roman Empire was the state that controlled the Mediterranean and much of Europe, Western Asia and North"
-    " Africa. After the death of Caesar, a series of civil wars led to the rise of Augustus, who became the first"
-    " emperor. For two centuries the empire enjoyed peace and prosperity, and its roads, laws and language spread across the"
-    " continent."
+    "The Roman Empire was the state that controlled the Mediterranean and much of Europe, Western Asia and "
+    "North Africa. After the death of Caesar, a series of civil wars led to the rise of Augustus, who became "
+    "the first emperor. For two centuries the empire enjoyed peace and prosperity, and its roads, laws and "
+    "language spread across the continent."
 )
 CHAT = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"

@@ -152,7 +152,7 @@ def test_json_round_trip_keeps_unicode(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, r"cannot read .*x\.json \(No such file or directory\)"),
+        (None, r"cannot read .*x\.json \(No such file or directory\); check the path"),
         (b'{"a": ', r"x\.json is not valid JSON .*; repair it or copy it again"),
         (b"\xff\xfe", r"x\.json is not valid JSON"),
         (b"[1]", r"x\.json holds a JSON list, and must hold an object"),
