@@ -105,6 +105,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *, plan: AttentionPlan, w
 def _attend_one(query: Tensor, key: Tensor, value: Tensor, *, plan: AttentionPlan, window: int | None) -> Tensor:
     """Return the context [b, s, n, d] of one document per row: query [b, s, n, d], key and value [b, s, k, d]."""
     mask = plan.mask(window=window, length=query.shape[1])
+    num_groups = query.shape[2] // key.shape[2]
+    if mask is not None and num_groups > 1:  # a mask and shared keys together leave a GPU without a fused kernel
+        key, value = (heads.repeat_interleave(num_groups, dim=2) for heads in (key, value))
     context = F.scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),

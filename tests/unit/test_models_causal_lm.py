@@ -112,6 +112,23 @@ def test_recomputed_layers_give_the_same_gradients(frozen: str) -> None:
     assert any(gradient is not None for gradient in kept.values())
 
 
+def _dropped_out(module: Any, inputs: Any, output: Any) -> Tensor:
+    return torch.nn.functional.dropout(output, p=0.5)
+
+
+def test_recomputed_layers_draw_the_same_dropout() -> None:
+    model = _model()
+    model.get_submodule("model.layers.0.mlp").register_forward_hook(_dropped_out)
+    input_ids, labels = random_batch()
+    gradients = []
+    for model.activation_checkpointing in (False, True):
+        model.zero_grad()
+        torch.manual_seed(7)
+        model(input_ids, labels=labels).sum().backward()
+        gradients.append(_gradients(model))
+    assert_close_to(gradients[1], gradients[0], tolerance=1e-6)
+
+
 def test_recomputing_is_for_training_only() -> None:
     model = _model()
     model.activation_checkpointing = True
