@@ -1,8 +1,7 @@
 """Raw collectives. Each takes a group (None = one rank: no communication) and returns ``(tensor, work)``.
 
-``work`` is None when the result is ready; with ``async_op`` it is a handle whose ``wait()`` makes it so. What is sent is
-always dense; what is passed in stays untouched unless the name ends in an underscore.
-"""
+``work`` is None when the result is ready; with ``async_op`` it is a handle whose ``wait()`` makes it so. What is sent
+is always dense; what is passed in stays untouched unless the name ends in an underscore."""
 
 from __future__ import annotations
 
@@ -80,7 +79,7 @@ def check_divides(tensor: torch.Tensor, *, dim: int, group: Group) -> None:
     world_size = group_size(group)
     if tensor.shape[dim] % world_size:
         raise LayoutError(
-            f"dim {dim} of a tensor of shape {list(tensor.shape)} is to be cut over {world_size} tensor-parallel ranks; "
+            f"dim {dim} of a tensor of shape {list(tensor.shape)} is to be cut over {world_size} ranks; "
             f"give a size that divides by {world_size}, by padding it"
         )
 

@@ -6,6 +6,7 @@ A group is a ``torch.distributed.ProcessGroup`` or None, which means one rank an
 from __future__ import annotations
 
 import datetime
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -53,6 +54,12 @@ def group_rank(group: Group | _World) -> int:
     """Return this process's rank in ``group``; 0 for None."""
     group = resolve(group)
     return 0 if group is None else dist.get_rank(group)
+
+
+def global_rank(rank: int, *, group: Group | _World) -> int:
+    """Return the number that rank ``rank`` of ``group`` has among all ranks."""
+    group = resolve(group)
+    return rank if group is None else dist.get_global_rank(group, rank)
 
 
 def initialize_model_parallel(
@@ -103,10 +110,12 @@ def initialize_model_parallel(
 
 def destroy_model_parallel() -> None:
     """Forget the groups; the default process group stays. Safe to call where nothing was set up."""
-    for group in (_STATE.tensor, _STATE.data):
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+    groups = (_STATE.tensor, _STATE.data)
     _STATE.is_set_up, _STATE.tensor, _STATE.data = False, None, None
+    for group in groups:
+        if group is not None and dist.is_initialized():
+            with suppress(ValueError):  # torch forgot it when the default group it was cut from went away
+                dist.destroy_process_group(group)
 
 
 def get_tensor_model_parallel_group() -> Group:

@@ -26,6 +26,11 @@ from megatron_frozen.comm.groups import Group, get_tensor_model_parallel_group, 
 from megatron_frozen.layout import fold_leading
 
 FIRST, LAST = 0, -1
+NO_REDUCTION = (False, False)  # reduce, in_fp32
+
+
+def _widened(grad: torch.Tensor, *, in_fp32: bool) -> torch.Tensor:
+    return grad.to(torch.promote_types(grad.dtype, torch.float32)) if in_fp32 else grad
 
 
 def reduce_gradient(grad: torch.Tensor, *, group: Group, in_fp32: bool = False) -> torch.Tensor:
@@ -33,9 +38,7 @@ def reduce_gradient(grad: torch.Tensor, *, group: Group, in_fp32: bool = False) 
     if group_size(group) == 1:
         return grad
     matrix, fold = fold_leading(grad)
-    if in_fp32:
-        matrix = matrix.float()
-    summed, _ = collectives.all_reduce(matrix, group=group)
+    summed, _ = collectives.all_reduce(_widened(matrix, in_fp32=in_fp32), group=group)
     return fold.unfold(summed.to(grad.dtype))
 
 
@@ -92,9 +95,8 @@ class _ScatterToRegion(torch.autograd.Function):
 class _GatherFromRegion(torch.autograd.Function):
     """Shapes: slice of X to X. Forward: slices joined along dim. Dgrad: sum or slice of dY. Wgrad: none. Dbias: none.
 
-    Collectives: forward, one all-gather; backward, one reduce-scatter if ``reduce``. Saved: nothing. Why: after a gather
-    the ranks either all compute the same (slice) or each its own part of the gradient (reduce-scatter).
-    """
+    Collectives: forward, one all-gather; backward, one reduce-scatter if ``reduce``. Saved: nothing. Why: after a
+    gather the ranks either all compute the same (slice) or each its own part of the gradient (reduce-scatter)."""
 
     @staticmethod
     def forward(ctx: Any, input_: torch.Tensor, group: Group, dim: int, reduce: bool, in_fp32: bool) -> torch.Tensor:  # noqa: FBT001
@@ -107,17 +109,17 @@ class _GatherFromRegion(torch.autograd.Function):
         if not ctx.reduce:
             grad = collectives.local_slice(grad_output, group=ctx.group, dim=ctx.dim)
             return grad, None, None, None, None
-        wide = grad_output.float() if ctx.in_fp32 else grad_output
+        wide = _widened(grad_output, in_fp32=ctx.in_fp32)
         grad = collectives.reduce_scatter(wide, group=ctx.group, dim=ctx.dim)[0]
         return grad.to(grad_output.dtype), None, None, None, None
 
 
 class _ReduceScatterToRegion(torch.autograd.Function):
-    """Shapes: X [S, ...] to [S/ranks, ...]. Forward: slice of the sum of X. Dgrad: dY joined. Wgrad: none. Dbias: none.
+    """Shapes: X [S, ...] to [S/ranks, ...]. Forward: slice of the sum of X. Dgrad: dY joined. Wgrad: none. Dbias:
+    none.
 
-    Collectives: forward, one reduce-scatter; backward, one all-gather. Saved: nothing. Why: partial sums, of which each
-    rank goes on with its part of the sequence.
-    """
+    Collectives: forward, one reduce-scatter; backward, one all-gather. Saved: nothing. Why: partial sums, of which
+    each rank goes on with its part of the sequence."""
 
     @staticmethod
     def forward(ctx: Any, input_: torch.Tensor, group: Group) -> torch.Tensor:
@@ -158,7 +160,7 @@ def scatter_to_tensor_model_parallel_region(input_: torch.Tensor, group: Group =
 def gather_from_tensor_model_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
     """Return all ranks' slices joined along the last dim (one all-gather); the gradient is this rank's slice."""
     group = _chosen(group)
-    return input_ if group is None else _GatherFromRegion.apply(input_, group, LAST, False, False)
+    return input_ if group is None else _GatherFromRegion.apply(input_, group, LAST, *NO_REDUCTION)
 
 
 def scatter_to_sequence_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
@@ -176,9 +178,8 @@ def gather_from_sequence_parallel_region(
 ) -> torch.Tensor:
     """Return all ranks' slices joined along dim 0 (one all-gather).
 
-    The gradient is reduce-scattered if what follows is tensor-parallel, so that each rank holds a partial gradient; else it
-    is this rank's slice.
-    """
+    The gradient is reduce-scattered if what follows is tensor-parallel, so that each rank holds a partial gradient;
+    else it is this rank's slice."""
     group = _chosen(group)
     if group is None:
         return input_
