@@ -99,7 +99,7 @@ def load_state(folder: Path) -> dict[str, Any]:
     """The `state` that was given to `save_checkpoint`. Raises CheckpointError if the checkpoint is not complete."""
     if not is_complete(folder):
         raise CheckpointError(
-            f"{folder} is no complete checkpoint; give the folder step_NNNNNNNN of one, or use resume=auto"
+            f"{folder} is no complete checkpoint; give a folder step_NNNNNNNN that holds {COMPLETE_MARK}"
         )
     return read_json(folder / _STATE)
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from megatron_frozen.comm import all_gather, broadcast_, group_rank
+from megatron_frozen.comm import all_gather, broadcast_, group_rank, group_size
 from megatron_frozen.models import CausalLM
 
 
@@ -52,9 +52,7 @@ def _next_logits(model: CausalLM, token_ids: Sequence[int], *, device: torch.dev
 
     Filler behind the last token makes the length divide for sequence parallelism; a causal model does not see it.
     """
-    num_filler = -len(token_ids) % (
-        model.parallel.tensor_model_parallel_size if model.parallel.sequence_parallel else 1
-    )
+    num_filler = -len(token_ids) % group_size(model.tp_group) if model.parallel.sequence_parallel else 0
     input_ids = torch.tensor([[*token_ids, *[0] * num_filler]], device=device)
     logits_shard_V = model(input_ids)[0, len(token_ids) - 1]
     logits_V, _ = all_gather(logits_shard_V, group=model.tp_group)

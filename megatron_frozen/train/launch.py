@@ -37,5 +37,5 @@ def parallel_ranks(*, tensor_model_parallel_size: int, timeout_s: float) -> Iter
 
 
 def is_lost_rank(error: Exception) -> bool:
-    """Whether a collective failed since another rank is gone or stuck. Gloo raises a bare RuntimeError with its place."""
+    """Whether a collective failed since another rank is gone or stuck. Gloo's errors are bare RuntimeErrors."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))

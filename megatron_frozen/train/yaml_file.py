@@ -12,12 +12,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping that the file `path` holds. ConfigError for a missing file, bad syntax or anything but a mapping."""
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"the config file {path} cannot be read ({error.strerror}); give the path of a YAML file"
-        ) from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"the config file {path} is not UTF-8 text; give the path of a YAML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"the config file {path} cannot be read ({why}); give the path of a YAML file") from None
     values = parse_yaml(text, source=str(path))
     if not isinstance(values, dict):
         raise ConfigError(f"the config file {path} holds no `key: value` lines; see examples/lora_smollm2.yaml")
@@ -30,12 +27,13 @@ def parse_yaml(text: str, *, source: str) -> Any:
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-            for key in keys:
-                if keys.count(key) > 1:
-                    raise ConfigError(
-                        f"{source}: the key '{key}' is given twice (line {node.start_mark.line + 1} on); keep one"
-                    )
+            seen = set()
+            for key_node, _ in node.value:
+                key = self.construct_object(key_node, deep=True)
+                if key in seen:
+                    line = key_node.start_mark.line + 1
+                    raise ConfigError(f"{source}, line {line}: the key '{key}' is given a second time; keep one")
+                seen.add(key)
             return super().construct_mapping(node, deep=deep)
 
     try:

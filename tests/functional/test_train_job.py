@@ -109,13 +109,15 @@ def test_rank_that_does_not_answer_ends_the_others_in_the_time_that_was_set(tmp_
         probe.bind(("127.0.0.1", 0))
         world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
     command = [*_PROGRAM, "train", _config_file(config)]
-    with _started(command, RANK="0", LOCAL_RANK="0", **world) as first:
-        with _started(command, RANK="1", LOCAL_RANK="1", **world) as second:
-            _wait_for_step(config, 2, first)
-            second.send_signal(signal.SIGSTOP)
-            stopped_at = time.monotonic()
-            _, said = first.communicate(timeout=_LIMIT_S)
-            assert time.monotonic() - stopped_at < 5 + 20
+    with (
+        _started(command, RANK="0", LOCAL_RANK="0", **world) as first,
+        _started(command, RANK="1", LOCAL_RANK="1", **world) as second,
+    ):
+        _wait_for_step(config, 2, first)
+        second.send_signal(signal.SIGSTOP)
+        stopped_at = time.monotonic()
+        _, said = first.communicate(timeout=_LIMIT_S)
+        assert time.monotonic() - stopped_at < 5 + 20
     assert first.returncode == 1
     assert "megatron-frozen (rank 0): error: another rank is gone or did not answer in time" in said
     assert "Traceback" not in said

@@ -1,0 +1,143 @@
+"""Whose output folder it is and where a run starts: one run per folder, cut saves left aside, nothing mixed."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_frozen.errors import CheckpointError, ConfigError
+from megatron_frozen.lora import LoraConfig
+from megatron_frozen.train.config import TrainConfig
+from megatron_frozen.train.job import train
+from megatron_frozen.train.run_folder import find_start, identity
+from tests.unit.train_job_toy import losses, toy_config
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: Any) -> TrainConfig:
+    """A finished run of four steps with checkpoints at 2 and 4. Tests copy what they change."""
+    config = toy_config(tmp_path_factory.mktemp("run"), save_every=2, sample_max_new_tokens=1)
+    train(config)
+    return config
+
+
+def copy_of(run: TrainConfig, folder: Path) -> TrainConfig:
+    shutil.copytree(run.output_dir, folder)
+    return dataclasses.replace(run, output_dir=str(folder))
+
+
+def test_new_and_empty_folders_start_at_the_beginning(run, tmp_path):
+    for folder in (tmp_path / "new", tmp_path):
+        assert find_start(dataclasses.replace(run, output_dir=str(folder))).resume_from is None
+
+
+def test_finished_run_shows_its_summary_and_trains_nothing(run, tmp_path, capsys):
+    copy = copy_of(run, tmp_path / "copy")
+    before = sorted((path, path.stat().st_mtime_ns) for path in Path(copy.output_dir).rglob("*"))
+    train(copy)
+    shown = capsys.readouterr().out
+    assert "this run is finished; raise max_steps to go on" in shown
+    assert "held-out loss: " in shown
+    assert shown.endswith(f"result: {run.output_dir}/adapter\n")
+    assert sorted((path, path.stat().st_mtime_ns) for path in Path(copy.output_dir).rglob("*")) == before
+
+
+def test_more_steps_go_on_from_the_newest_checkpoint(run, tmp_path, capsys):
+    copy = dataclasses.replace(copy_of(run, tmp_path / "copy"), max_steps=6)
+    train(copy)
+    assert f"resuming from {copy.output_dir}/checkpoints/step_00000004" in capsys.readouterr().out
+    assert losses(copy)[:4] == losses(run)
+    assert len(losses(copy)) == 6
+    assert losses(copy, kind="eval")[:2] == losses(run, kind="eval")
+
+
+def test_cut_checkpoint_is_left_aside_and_said(run, tmp_path, capsys):
+    copy = copy_of(run, tmp_path / "copy")
+    last = Path(copy.output_dir, "checkpoints/step_00000004")
+    weights = last / "adapter/adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    start = find_start(copy)
+    assert start.resume_from == last.with_name("step_00000002")
+    assert start.messages[0] == f"{last} is not complete (its save was cut short), it is left aside"
+    (last / "complete.json").unlink()
+    assert find_start(copy).resume_from == last.with_name("step_00000002")
+    train(copy)  # the cut folder is written anew
+    assert "is not complete" in capsys.readouterr().out
+    assert losses(copy) == losses(run)
+    assert (last / "adapter/adapter_model.safetensors").read_bytes() == Path(
+        run.output_dir, "checkpoints/step_00000004/adapter/adapter_model.safetensors"
+    ).read_bytes()
+
+
+def test_run_without_any_checkpoint_starts_again(run, tmp_path):
+    copy = copy_of(run, tmp_path / "copy")
+    shutil.rmtree(Path(copy.output_dir, "checkpoints"))
+    start = find_start(copy)
+    assert start.resume_from is None
+    assert start.messages == (f"{copy.output_dir} holds no complete checkpoint, starting at step 0",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"resume": "never"}, "holds another run and resume is never; give another one, or resume=auto to go on"),
+        ({"seed": 1}, "belongs to another run: its seed is 0 and this config's is 1; give another output_dir"),
+        ({"lora": LoraConfig(r=2)}, "belongs to another run: its lora is {'r': 4"),
+        ({"lora": None}, "this config's is None"),
+        ({"dtype": "bf16"}, "its dtype is 'fp32' and this config's is 'bf16'"),
+        ({"max_steps": 3}, "max_steps is 3 and "),
+    ],
+)
+def test_folder_of_another_run_is_refused(run, changes, message):
+    with pytest.raises(ConfigError) as caught:
+        find_start(dataclasses.replace(run, **changes))
+    assert message in str(caught.value)
+
+
+def test_changed_training_data_is_another_run(run, tmp_path):
+    data = tmp_path / "train.jsonl"
+    data.write_text(Path(run.train_data).read_text())
+    same = identity(run)
+    assert identity(dataclasses.replace(run, train_data=str(data)))["train_data_sha256"] == same["train_data_sha256"]
+    with pytest.raises(ConfigError, match="its train_data is"):
+        find_start(dataclasses.replace(run, train_data=str(data)))
+    original = Path(run.train_data).read_text()
+    try:
+        Path(run.train_data).write_text(original + original)
+        with pytest.raises(ConfigError, match="its train_data_sha256 is"):
+            find_start(run)
+    finally:
+        Path(run.train_data).write_text(original)
+
+
+def test_parallel_sizes_and_schedule_are_no_part_of_a_run(run):
+    free = {
+        "tensor_model_parallel_size": 2,
+        "micro_batch_size": 3,
+        "max_steps": 9,
+        "learning_rate": 1.0,
+        "save_every": 9,
+    }
+    assert identity(dataclasses.replace(run, **free)) == identity(run)
+
+
+def test_folder_of_something_else_is_refused(run, tmp_path):
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(ConfigError, match="holds other files and no run; give a new or empty folder"):
+        find_start(dataclasses.replace(run, output_dir=str(tmp_path)))
+
+
+def test_named_checkpoint_is_checked(run, tmp_path):
+    first = f"{run.output_dir}/checkpoints/step_00000002"
+    named = dataclasses.replace(run, resume=first, output_dir=str(tmp_path / "new"))
+    assert find_start(named).resume_from == Path(first)
+    with pytest.raises(CheckpointError, match="is no complete checkpoint; give a folder step_NNNNNNNN that holds"):
+        find_start(dataclasses.replace(named, resume=str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"the checkpoint .*step_00000002 belongs to another run: its seed is 0"):
+        find_start(dataclasses.replace(named, seed=5))
+    with pytest.raises(ConfigError, match=r"step_00000004 is later than .*step_00000002, so the next resume=auto"):
+        find_start(dataclasses.replace(run, resume=first))
