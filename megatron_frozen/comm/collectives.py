@@ -15,6 +15,10 @@ from megatron_frozen.errors import LayoutError
 
 Result = tuple[torch.Tensor, dist.Work | None]
 
+# torch 2.13 renamed both and warns of the old names, which are the only ones before.
+_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -44,7 +48,7 @@ def all_gather(tensor: torch.Tensor, *, group: Group, dim: int = 0, async_op: bo
     assert dim == 0 or not async_op, "an asynchronous all-gather joins along dim 0"
     shape = [world_size * tensor.shape[0], *tensor.shape[1:]]
     gathered = tensor.new_empty(shape)
-    work = dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group, async_op=async_op)
+    work = _ALL_GATHER(gathered, tensor.contiguous(), group=group, async_op=async_op)
     return (gathered, work) if dim == 0 else (torch.cat(gathered.chunk(world_size), dim=dim), work)
 
 
@@ -61,7 +65,7 @@ def reduce_scatter(tensor: torch.Tensor, *, group: Group, dim: int = 0, async_op
     if dim != 0:
         tensor = torch.cat(tensor.chunk(world_size, dim=dim))
     scattered = tensor.new_empty([tensor.shape[0] // world_size, *tensor.shape[1:]])
-    work = dist.reduce_scatter_tensor(scattered, tensor.contiguous(), group=group, async_op=async_op)
+    work = _REDUCE_SCATTER(scattered, tensor.contiguous(), group=group, async_op=async_op)
     return scattered, work
 
 

@@ -67,7 +67,8 @@ class _ReduceFromRegion(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input_: torch.Tensor, group: Group) -> torch.Tensor:
-        return collectives.all_reduce(input_, group=group)[0]
+        matrix, fold = fold_leading(input_)  # summed in the memory order it has, with no transposing copy
+        return fold.unfold_output(collectives.all_reduce(matrix, group=group)[0])
 
     @staticmethod
     @once_differentiable
