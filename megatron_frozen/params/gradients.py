@@ -8,9 +8,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron_frozen.comm import all_reduce_
-from megatron_frozen.comm.groups import Group, group_size
+from megatron_frozen.comm.groups import Group, group_rank, group_size
 from megatron_frozen.errors import ConfigError
-from megatron_frozen.params.shards import is_partial_grad, param_is_not_tensor_parallel_duplicate
+from megatron_frozen.params.shards import is_partial_grad, is_sharded
 
 
 def _trainable(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -70,10 +70,12 @@ def grad_norm(params: Iterable[torch.Tensor], *, group: Group) -> torch.Tensor:
     device = with_grad[0].device if with_grad else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float32, device=device)
     for param in with_grad:
-        norm = torch.linalg.vector_norm(param.grad, dtype=torch.float32)  # pyright: ignore[reportArgumentType]
+        assert param.grad is not None
+        wide = torch.promote_types(param.grad.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(param.grad, dtype=wide)
         if isinstance(norm, DTensor):  # a collective of its mesh, so every rank takes part, counted or not
             norm = norm.full_tensor()
-        if param_is_not_tensor_parallel_duplicate(param, group):
+        if is_sharded(param) or group_rank(group) == 0:
             total += norm * norm
     return all_reduce_(total, group=group)[0].sqrt_()
 
@@ -81,8 +83,8 @@ def grad_norm(params: Iterable[torch.Tensor], *, group: Group) -> torch.Tensor:
 def clip_grad_norm(params: Iterable[torch.Tensor], *, max_norm: float, group: Group) -> torch.Tensor:
     """Scale all gradients so that their common norm is at most ``max_norm``; return the norm before that.
 
-    The norm is ``grad_norm``'s. A norm that is not finite makes every gradient so: look at what is returned. One
-    all-reduce.
+    The norm is ``grad_norm``'s. If it is not finite the gradients are spoilt: look at what is returned. One
+    all-reduce. A ``max_norm`` of infinity measures and leaves the gradients alone.
 
     Raises ConfigError for a ``max_norm`` that is not above 0.
     """
@@ -90,7 +92,7 @@ def clip_grad_norm(params: Iterable[torch.Tensor], *, max_norm: float, group: Gr
         raise ConfigError(f"max_norm is {max_norm}; gradients are clipped to a norm above 0")
     params = _trainable(params)
     norm = grad_norm(params, group=group)
-    scale = max_norm / norm.clamp(min=max_norm)
+    scale = (max_norm / norm).clamp(max=1.0)
     for param in params:
         if isinstance(param.grad, DTensor):
             param.grad.mul_(float(scale))
