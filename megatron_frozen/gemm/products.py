@@ -46,6 +46,12 @@ def wgrad(grad_output_TO: torch.Tensor, input_TI: torch.Tensor) -> torch.Tensor:
     return _mm(grad_output_TO.t(), input_TI)
 
 
+def add_product_(total_TN: torch.Tensor, left_TK: torch.Tensor, right_KN: torch.Tensor) -> None:
+    """Add left right to ``total_TN`` in place, in the operands' dtype: no pass over the total but the product's own."""
+    with _no_autocast(total_TN):
+        total_TN.addmm_(left_TK, right_KN)
+
+
 def bias_gradient(grad_output_RO: torch.Tensor, *, repeats: int) -> torch.Tensor:
     """Return db [O]: the sum over rows, each counted ``repeats`` times, summed in at least fp32 and rounded once."""
     if repeats == 1:

@@ -16,12 +16,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from megatron_frozen import gemm
+from megatron_frozen import environment, gemm
 from megatron_frozen.comm import Group
 from megatron_frozen.errors import ConfigError
 from megatron_frozen.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_frozen.lora.config import LoraConfig
-from megatron_frozen.lora.low_rank import AddLowRank
+from megatron_frozen.lora.low_rank import AddLowRank, FrozenLinearWithAdapter
 from megatron_frozen.params import gather_full, mark_partial_grad, set_tensor_model_parallel_attributes, shard_of
 
 Linear: TypeAlias = ColumnParallelLinear | RowParallelLinear
@@ -149,15 +149,31 @@ class LoraLinear(nn.Module):
         name = self.active_adapter
         if name is None:
             return self.base_layer(input_, **options)
-        config = self.adapters[name]
         input_parallel = self.base_layer.enter_parallel(input_)
-        output_parallel = self.base_layer.multiply(input_parallel)
-        scale = config.scale
-        if self.training and config.dropout:
+        return self.base_layer.leave_parallel(self._multiply(input_parallel, self.adapters[name], name=name), **options)
+
+    def _multiply(self, input_parallel: torch.Tensor, config: LoraConfig, *, name: str) -> torch.Tensor:
+        factors = self.lora_A[name], self.lora_B[name]
+        drops = self.training and config.dropout > 0
+        if not drops and self._takes_the_plain_product(input_parallel):
+            return FrozenLinearWithAdapter.apply(input_parallel, self.weight, *factors, config.scale)
+        output_parallel, scale = self.base_layer.multiply(input_parallel), config.scale
+        if drops:
             input_parallel = self._dropout(input_parallel, p=config.dropout)
             scale /= 1 - config.dropout
-        output_parallel = AddLowRank.apply(output_parallel, input_parallel, self.lora_A[name], self.lora_B[name], scale)
-        return self.base_layer.leave_parallel(output_parallel, **options)
+        return AddLowRank.apply(output_parallel, input_parallel, *factors, scale)
+
+    def _takes_the_plain_product(self, input_: torch.Tensor) -> bool:
+        """Return whether base.multiply is X W^T of a frozen W with no cast and no option; the base judges all else."""
+        weight = self.weight
+        return (
+            not weight.requires_grad
+            and weight.dtype == input_.dtype
+            and weight.shape[1] == input_.shape[-1]
+            and not torch.is_autocast_enabled(input_.device.type)
+            and not getattr(self.base_layer.config, "dgrad_in_fp32", False)
+            and not environment.switch(environment.LINEAR_DGRAD_FP32)
+        )
 
     def extra_repr(self) -> str:
         """Name the adapters and the active one."""

@@ -50,11 +50,32 @@ def _reference(input_: Tensor, grad: Tensor, *, dtype: torch.dtype, scale: float
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("make", [column, row])
-def test_values_and_gradients_are_those_of_plain_autograd(make: Any, layout: str) -> None:
+@pytest.mark.parametrize("path", ["base and adapter in one", "fp32 dgrad asked for", "trainable base"])
+def test_values_and_gradients_are_those_of_plain_autograd(
+    path: str, make: Any, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if path == "fp32 dgrad asked for":
+        monkeypatch.setenv("MEGATRON_TRUE_ON_POLICY_LINEAR_DGRAD_FP32", "1")
     input_ = LAYOUTS[layout]()
     grad = seeded(*input_.shape[:-1], OUT, seed=5)
-    actual = _run(with_adapter(make(W), A, B), input_, grad)
+    layer = with_adapter(make(W), A, B)
+    layer.weight.requires_grad = path == "trainable base"
+    actual = _run(layer, input_, grad)
     assert_close_to(actual, _reference(input_, grad, dtype=torch.float64), tolerance=1e-6)
+    expected = grad.reshape(-1, OUT).t() @ input_.reshape(-1, IN) if path == "trainable base" else None
+    assert_close_to({"dW": layer.weight.grad}, {"dW": expected}, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("is_trainable", [False, True])
+def test_the_output_may_be_written_into(is_trainable: bool) -> None:  # noqa: FBT001
+    layer = with_adapter(column(W), A, B)
+    layer.weight.requires_grad = is_trainable
+    input_ = seeded(4, 2, IN, seed=4).requires_grad_()
+    output, _ = layer(input_)
+    output.mul_(2)
+    output.sum().backward()
+    expected = 2 * (W + 2 * B @ A).sum(0).expand(4, 2, IN)
+    torch.testing.assert_close(input_.grad, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -71,8 +92,10 @@ def test_every_product_is_one_2d_gemm(layout: str, grad_layout: str) -> None:
     with Recorder() as seen:
         actual = _run(layer, input_, grad)
     assert seen.count("aten.bmm") == 0
-    # base: Y, dX. Adapter: h, h B^T, dh, dX, dA, dB; h B^T may be the addmm that adds to the base output.
-    assert seen.count("aten.mm") + seen.count("aten.addmm") == 8
+    assert (seen.count("aten.mm"), seen.count("aten.addmm_")) == (
+        6,
+        2,
+    )  # Y, h, dX, dh, dA, dB; h B^T and dh A are added
     assert_close_to(actual, _reference(input_, grad, dtype=torch.float64), tolerance=1e-6)
 
 
@@ -147,7 +170,7 @@ def test_an_input_that_needs_no_gradient_costs_none() -> None:
     layer = with_adapter(column(W), A, B)
     with Recorder() as seen:
         layer(seeded(4, 2, IN, seed=4))[0].sum().backward()
-    assert seen.count("aten.mm") + seen.count("aten.addmm") == 3 + 3  # Y, h, h B^T; dh, dA, dB
+    assert (seen.count("aten.mm"), seen.count("aten.addmm_")) == (5, 1)  # Y, h, dh, dA, dB; h B^T is added
 
 
 def test_dropout_zeroes_entries_of_the_adapter_input_only() -> None:
