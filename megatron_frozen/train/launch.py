@@ -17,8 +17,8 @@ from megatron_frozen.environment import launched_rank
 def parallel_ranks(*, tensor_model_parallel_size: int, timeout_s: float) -> Iterator[torch.device]:
     """Set up the tensor- and data-parallel groups around the body and yield this rank's device.
 
-    Objects and CPU tensors travel by gloo, CUDA tensors by NCCL. After an exception the groups are left as they are:
-    taking them down can mean waiting for ranks that are gone, and the process ends anyway.
+    Objects and CPU tensors travel by gloo, CUDA tensors by NCCL. After an exception the groups of several ranks
+    are left as they are: taking them down can mean waiting for ranks that are gone, and the process ends anyway.
     """
     _, world_size, local_rank = launched_rank()
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
@@ -30,7 +30,12 @@ def parallel_ranks(*, tensor_model_parallel_size: int, timeout_s: float) -> Iter
     if ours:
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
     initialize_model_parallel(tensor_model_parallel_size, distributed_timeout_minutes=timeout_s / 60)
-    yield device
+    try:
+        yield device
+    except BaseException:
+        if world_size == 1:
+            destroy_model_parallel()
+        raise
     destroy_model_parallel()
     if ours:
         dist.destroy_process_group()

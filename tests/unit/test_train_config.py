@@ -130,7 +130,7 @@ def test_inputs_are_looked_at_before_anything_starts(tmp_path):
         ({"train_data": "nowhere.jsonl"}, "train_data: there is no file nowhere.jsonl; give the path of a JSONL file"),
         ({"eval_data": str(tmp_path)}, "eval_data: there is no file"),
         ({"model": str(tmp_path)}, "is no Hugging Face checkpoint folder (it has no config.json); give such a folder"),
-        ({"output_dir": str(tmp_path / "file")}, "output_dir: "),
+        ({"output_dir": str(tmp_path / "file")}, "is a file; give a folder"),
         ({"tensor_model_parallel_size": 4}, "4"),
     ]:
         with pytest.raises(ConfigError) as caught:
