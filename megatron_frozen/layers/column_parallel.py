@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatron_frozen import environment
 from megatron_frozen.comm import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -113,11 +114,12 @@ class ColumnParallelLinear(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return ``(output, bias)``; ``weight`` takes the place of the layer's own, which a tied head does not have."""
         weight = self._chosen_weight(weight)
-        defers = self.config.defer_embedding_wgrad_compute
+        inputs = self.embedding_activation_buffer
+        # Only the head gets a buffer, and a frozen one has nothing to put off.
+        defers = self.config.defer_embedding_wgrad_compute and inputs is not None and weight.requires_grad
         limit = self.config.wgrad_deferral_limit if defers else None
-        if defers and (not limit or len(self.embedding_activation_buffer or ()) < limit):
-            assert self.embedding_activation_buffer is not None
-            self.embedding_activation_buffer.append(input_)
+        if inputs is not None and defers and (not limit or len(inputs) < limit):
+            inputs.append(input_)
         output_parallel = frozen_or_trainable_linear(
             input_,
             weight,
@@ -136,7 +138,9 @@ class ColumnParallelLinear(torch.nn.Module):
 
         ``leave_parallel(multiply(enter_parallel(x)))`` is ``forward(x)``; an adapter adds its product between the
         steps, so that its input gradient shares the one all-reduce or reduce-scatter."""
-        in_fp32 = getattr(self.config, "allreduce_dgrad_in_fp32", False)
+        in_fp32 = getattr(self.config, "allreduce_dgrad_in_fp32", False) or environment.switch(
+            environment.DGRAD_ALLREDUCE_FP32
+        )
         if self.explicit_expert_comm:
             return input_
         if self.sequence_parallel:
@@ -165,7 +169,8 @@ class ColumnParallelLinear(torch.nn.Module):
         output_parallel: torch.Tensor,
         gather: bool | None,  # noqa: FBT001
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self.gather_output if gather is None else gather:
+        gather = self.gather_output if gather is None else gather
+        if gather and self.tp_group is not None:
             output_parallel = gather_from_tensor_model_parallel_region(output_parallel, self.tp_group)
         return output_parallel, self.bias if self.skip_bias_add else None
 

@@ -105,7 +105,7 @@ class RowParallelLinear(torch.nn.Module):
 
     def enter_parallel(self, input_: torch.Tensor) -> torch.Tensor:
         """Return this rank's features of the input, [s, b, input_size / ranks]."""
-        if self.input_is_parallel:
+        if self.input_is_parallel or self.tp_group is None:
             return input_
         return scatter_to_tensor_model_parallel_region(input_, self.tp_group)
 
@@ -128,7 +128,9 @@ class RowParallelLinear(torch.nn.Module):
                     "set skip_bias_add"
                 )
             return output_parallel, self.bias
-        if self.sequence_parallel:
+        if self.tp_group is None:
+            output = output_parallel
+        elif self.sequence_parallel:
             output = reduce_scatter_to_sequence_parallel_region(output_parallel, self.tp_group)
         else:
             output = reduce_from_tensor_model_parallel_region(output_parallel, self.tp_group)

@@ -81,7 +81,11 @@ class VocabParallelEmbedding(torch.nn.Module):
         is_elsewhere = (local < 0) | (local >= self.num_embeddings_per_partition)
         rows = self._look_up(local.masked_fill(is_elsewhere, 0)).masked_fill(is_elsewhere.unsqueeze(-1), 0)
         if self.reduce_scatter_embeddings:
-            return reduce_scatter_to_sequence_parallel_region(rows.transpose(0, 1), self.tp_group)
+            rows = rows.transpose(0, 1)
+        if self.tp_group is None:
+            return rows
+        if self.reduce_scatter_embeddings:
+            return reduce_scatter_to_sequence_parallel_region(rows, self.tp_group)
         return reduce_from_tensor_model_parallel_region(rows, self.tp_group)
 
     def _look_up(self, local: torch.Tensor) -> torch.Tensor:

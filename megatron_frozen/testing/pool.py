@@ -281,6 +281,8 @@ def _serve(pipe: Connection, log: str) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to the parent, which then kills the pool
+    # Else a rank whose body sends nothing takes its groups down while its peers still connect to it, and they fail.
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a container's host name need not resolve
     while True:
