@@ -161,7 +161,7 @@ class ColumnParallelLinear(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Add the bias, gather if asked, and return ``(output, bias)`` as forward does."""
         if self.bias is not None and not self.skip_bias_add:
-            output_parallel = output_parallel + self.bias
+            output_parallel = output_parallel + self.bias.to(output_parallel.dtype)  # as F.linear under autocast
         return self._leave(output_parallel, runtime_gather_output)
 
     def _leave(

@@ -136,7 +136,7 @@ class RowParallelLinear(torch.nn.Module):
             output = reduce_from_tensor_model_parallel_region(output_parallel, self.tp_group)
         if self.skip_bias_add:
             return output, self.bias
-        return output if self.bias is None else output + self.bias, None
+        return output if self.bias is None else output + self.bias.to(output.dtype), None  # as F.linear under autocast
 
     def backward_dw(self) -> None:
         """Do nothing: weight gradients are computed in backward. Megatron's schedules call it."""
