@@ -71,10 +71,27 @@ def test_cut_of_a_step_does_not_change_it(tmp_path):
     _assert_same_result(configs, tolerance=1e-5)
 
 
-def test_full_fine_tuning_does_not_depend_on_tensor_parallel_size(tmp_path):
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-5), ("bf16", 2e-2)])
+def test_full_fine_tuning_does_not_depend_on_tensor_parallel_size(tmp_path, dtype, tolerance):
     # A small rate: Adam makes a whole step of a gradient that is rounding alone.
-    configs = _runs(tmp_path, {name: _TP[name] for name in ("tp1", "tp2-sp")}, lora=None, learning_rate=1e-4)
-    _assert_same_curves(configs, tolerance=1e-5)
+    cuts = {name: _TP[name] for name in ("tp1", "tp2-sp")}
+    configs = _runs(tmp_path, cuts, lora=None, learning_rate=1e-4, dtype=dtype)
+    _assert_same_curves(configs, tolerance=tolerance)
+    curve = losses(configs["tp1"], kind="eval")
+    assert curve[-1] < curve[0]
+    trained = load_file(Path(configs["tp2-sp"].output_dir, "model", "model.safetensors"))
+    start = load_file(Path(configs["tp2-sp"].model, "model.safetensors"))
+    assert trained.keys() == start.keys()
+    assert all(tensor.dtype == torch.float32 for tensor in trained.values())
+    assert all(not torch.equal(tensor, start[name]) for name, tensor in trained.items())
+
+
+def test_recomputing_activations_changes_nothing(tmp_path):
+    common = {"lora": LoraConfig(r=4, alpha=8, dropout=0.1), "tensor_model_parallel_size": 2}
+    cuts = {name: (2, {"activation_checkpointing": name == "recomputed"}) for name in ("kept", "recomputed")}
+    configs = _runs(tmp_path, cuts, **common)
+    _assert_same_curves(configs, tolerance=0.0)
+    _assert_same_result(configs, tolerance=0.0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

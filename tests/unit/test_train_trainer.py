@@ -96,6 +96,8 @@ def test_optimizer_is_adamw_with_the_schedule():
     )
     assert (one.step, one.position) == (3, 3)
     assert [group["weight_decay"] for group in one.optimizer.param_groups] == [0.0]  # a scalar is no matrix
+    groups = trainer(Unused(), weight_decay=0.1).optimizer.param_groups
+    assert [(group["weight_decay"], len(group["params"])) for group in groups] == [(0.1, 1), (0.0, 1)]
 
 
 class Unused(TokenLoss):
