@@ -7,7 +7,7 @@ One checkpoint is a folder `step_00000010` with
 | `adapter/` or `model/` | the trainable parameters: a PEFT adapter, or with full fine-tuning a Hugging Face folder |
 | `optimizer.safetensors` | AdamW's moments (full tensors) and step counters by parameter name |
 | `random.safetensors` | the state of torch's generators, per rank |
-| `state.json` | step, place in the data, number of ranks, and whatever the job wants to know again |
+| `state.json` | step, place in the data, and whatever else the job wants to know again |
 | `complete.json` | the size of every other file; written last |
 
 The folder gets its name when all of it is on disk. It counts as complete only if its files have the sizes in the mark.

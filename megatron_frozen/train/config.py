@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from megatron_frozen.train.schema import build
 from megatron_frozen.train.yaml_file import parse_yaml, read_yaml
 
 DEMO_MODEL = "demo"
+_LIBRARIES = ("tokenizers", "jinja2", "tqdm", "tensorboard", "matplotlib")
 
 _AT_LEAST = {
     "tensor_model_parallel_size": 1, "seq_length": 2, "micro_batch_size": 1, "gradient_accumulation_steps": 1,
@@ -129,6 +131,9 @@ def load_config(path: str | Path, *, overrides: Sequence[str] = ()) -> TrainConf
 
 def check_inputs(config: TrainConfig) -> None:
     """ConfigError if a file that the config names is not there or cannot be used. Reads no data and no weight."""
+    for library in _LIBRARIES:  # some are needed at the very end only, which is no time to find out
+        if importlib.util.find_spec(library) is None:
+            raise ConfigError(f"training needs {library}, which is not installed; pip install 'megatron-frozen[train]'")
     for name in ("train_data", "eval_data"):
         path = getattr(config, name)
         if path is not None and not Path(path).is_file():

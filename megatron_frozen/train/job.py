@@ -182,10 +182,7 @@ class _Job:
                 group=trainer.model.tp_group,
             )
             if not load_random_state(checkpoint) and group_rank(WORLD) == 0:
-                print(
-                    f"{checkpoint} was saved by another number of ranks: random numbers (dropout) start anew",
-                    flush=True,
-                )
+                print(f"{checkpoint} is of another number of ranks, so dropout starts a new random order", flush=True)
         self.saved_step = trainer.step
         if state["eval_loss"] is not None:
             self.eval_loss, self.evaluated_step = state["eval_loss"], trainer.step
@@ -224,7 +221,6 @@ class _Job:
             state={
                 "step": trainer.step,
                 "position": trainer.position,
-                "world_size": get_data_parallel_world_size() * self.config.tensor_model_parallel_size,
                 "before": self.before,
                 "eval_loss": self.eval_loss if self.evaluated_step == trainer.step else None,
                 "run": self.identity,
@@ -244,4 +240,4 @@ class _Job:
         if self.config.lora is None:
             save_hf_folder(self.trainer.model, target, source_folder=self.source_folder)
         else:
-            save_adapter(self.trainer.model, target, base_model_name=self.config.model)
+            save_adapter(self.trainer.model, target, base_model_name=str(self.source_folder))

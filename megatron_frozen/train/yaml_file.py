@@ -23,7 +23,12 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 def parse_yaml(text: str, *, source: str) -> Any:
     """The value of `text`; `source` names it in a ConfigError. A key given twice is an error, no silent overwrite."""
-    import yaml
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError(
+            "a config needs pyyaml, which is not installed; pip install 'megatron-frozen[train]'"
+        ) from None
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,16 @@ def test_inputs_are_looked_at_before_anything_starts(tmp_path):
             check_inputs(dataclasses.replace(config, **changes))
         assert message in str(caught.value)
     check_inputs(dataclasses.replace(config, model="demo"))
+
+
+def test_missing_library_is_told_at_the_start(tmp_path, monkeypatch):
+    config = toy_config(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match="training needs matplotlib, which is not installed; pip install"):
+        check_inputs(config)
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(ConfigError, match="a config needs pyyaml, which is not installed; pip install"):
+        parse_yaml("a: 1", source="x")
 
 
 def test_ranks_must_divide_into_tensor_parallel_groups(tmp_path):
