@@ -19,7 +19,7 @@ MEMORY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def seeded(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Return the same random values in any process."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 class Untouched:

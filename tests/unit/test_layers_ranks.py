@@ -350,9 +350,10 @@ def test_sequence_parallel_on_one_rank_is_off() -> None:
 def writable_body(rank: int, world_size: int) -> None:
     """What comes after a layer may work in place: an activation, a residual sum, a temperature."""
     initialize_model_parallel(world_size)
+    modes: list[tuple[str, dict[str, Any]]] = [("column", {}), ("column", {"gather_output": True}), ("row", {})]
     for sequence_parallel in (False, True):
         config = ModelParallelConfig(sequence_parallel=sequence_parallel)
-        for kind, options in (("column", {}), ("column", {"gather_output": True}), ("row", {})):
+        for kind, options in modes:
             for is_frozen in (True, False):
                 layer = layer_of(kind, is_frozen=is_frozen, config=config, **options)
                 x = seeded(B, S, IN if kind == "column" else IN // world_size, seed=rank, dtype=torch.float32)
