@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 
@@ -11,9 +12,9 @@ class Progress:
 
     def __init__(self, *, first_step: int, max_steps: int, visible: bool, line_every_s: float = 10.0) -> None:
         """`first_step` steps are done already; nothing at all is shown unless `visible`."""
-        self._visible, self._max_steps, self._first_step = visible, max_steps, first_step
-        self._line_every_s, self._last_line = line_every_s, -line_every_s
-        self._start = time.monotonic()
+        self._visible, self._max_steps = visible, max_steps
+        self._line_every_s, self._last_line_s = line_every_s, -math.inf
+        self._first_report: tuple[int, float] | None = None  # step and time: the rate is counted from there
         self._bar = None
         if visible and sys.stderr.isatty():
             from tqdm import tqdm
@@ -26,13 +27,14 @@ class Progress:
             self._bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_s:.0f} tokens/s", refresh=False)
             self._bar.update(step - self._bar.n)
             return
-        now = time.monotonic() - self._start
-        if self._visible and (step == self._max_steps or now - self._last_line >= self._line_every_s):
-            self._last_line = now
-            left_s = now / (step - self._first_step) * (self._max_steps - step)
-            self.say(
-                f"step {step}/{self._max_steps}  loss {loss:.4f}  {tokens_per_s:.0f} tokens/s  {_clock(left_s)} left"
+        now_s = time.monotonic()
+        first_step, first_s = self._first_report = self._first_report or (step, now_s)
+        if self._visible and (step == self._max_steps or now_s - self._last_line_s >= self._line_every_s):
+            self._last_line_s = now_s
+            left = (
+                _clock((now_s - first_s) / (step - first_step) * (self._max_steps - step)) if step > first_step else "?"
             )
+            self.say(f"step {step}/{self._max_steps}  loss {loss:.4f}  {tokens_per_s:.0f} tokens/s  {left} left")
 
     def say(self, text: str) -> None:
         """Print `text` without tearing the bar."""

@@ -77,6 +77,7 @@ def test_progress_off_a_terminal_is_a_few_plain_lines(capsys):
         ["step 3/5", "loss 1.5000", "100 tokens/s"],
         ["step 5/5", "loss 1.5000", "100 tokens/s"],
     ]
+    assert lines[0].endswith("? left")
     assert lines[1].endswith("00:00 left")
     Progress(first_step=0, max_steps=5, visible=False).report(5, loss=1.5, tokens_per_s=1.0)
     assert capsys.readouterr().err == ""
