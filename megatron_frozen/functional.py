@@ -16,6 +16,7 @@ from megatron_frozen.autograd import (
     LinearWithGradAccumulationAndAsyncCommunication,
     VocabParallelCrossEntropy,
 )
+from megatron_frozen.autograd.cross_entropy import IGNORED_TARGET
 from megatron_frozen.comm.groups import Group, get_tensor_model_parallel_group, group_size
 from megatron_frozen.errors import ConfigError, LayoutError
 
@@ -170,7 +171,8 @@ def vocab_parallel_cross_entropy(
     all-reduces of token-sized tensors forward, none backward. The logits stay untouched. See
     ``VocabParallelCrossEntropy``.
 
-    Raises LayoutError where shapes differ and ConfigError for a label_smoothing out of range.
+    Raises LayoutError where shapes differ or, on the CPU, an id is out of range (on a GPU looking would stall it), and
+    ConfigError for a label_smoothing out of range.
     """
     if vocab_parallel_logits.shape[:-1] != target.shape:
         raise LayoutError(
@@ -180,4 +182,12 @@ def vocab_parallel_cross_entropy(
     if not 0.0 <= label_smoothing < 1.0:
         raise ConfigError(f"label_smoothing is {label_smoothing}; it takes a number from 0 up to, not including, 1")
     group = tp_group if tp_group is not None else get_tensor_model_parallel_group()
+    num_vocab = vocab_parallel_logits.shape[-1] * group_size(group)
+    if target.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = target[((target < 0) | (target >= num_vocab)) & (target != IGNORED_TARGET)]
+        if wrong.numel():
+            raise LayoutError(
+                f"cross-entropy over a vocabulary of {num_vocab} got the target id {int(wrong[0])}; "
+                f"ids go from 0 to {num_vocab - 1}, and {IGNORED_TARGET} marks a token to ignore"
+            )
     return VocabParallelCrossEntropy.apply(vocab_parallel_logits, target, label_smoothing, group)

@@ -11,7 +11,8 @@
 | reduce_scatter_to_sequence_parallel_region | reduce-scatter of dim 0 | all-gather |
 
 ``group=None`` is the group of ``initialize_model_parallel``, one rank where nothing was set up. Inputs and incoming
-gradients stay bitwise untouched. Source: ``megatron.core.tensor_parallel.mappings`` (Korthikanti et al., 2022).
+gradients stay bitwise untouched. All-reduces run in the memory order that a tensor has, so every rank must bring one
+of the same shape and stride order, as ranks that run one program do. Source: ``megatron.core.tensor_parallel.mappings`` (Korthikanti et al., 2022).
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ def reduce_gradient(grad: torch.Tensor, *, group: Group, in_fp32: bool = False) 
     """Return the sum of ``grad`` [..., H] over ``group``: one all-reduce of its distinct rows, in fp32 if asked."""
     if group_size(group) == 1:
         return grad
+    if grad.dim() == 0:
+        return reduce_gradient(grad.reshape(1), group=group, in_fp32=in_fp32).reshape(())
     matrix, fold = fold_leading(grad)
     summed, _ = collectives.all_reduce(_widened(matrix, in_fp32=in_fp32), group=group)
     return fold.unfold(summed.to(grad.dtype))
@@ -67,6 +70,8 @@ class _ReduceFromRegion(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input_: torch.Tensor, group: Group) -> torch.Tensor:
+        if input_.dim() == 0:
+            return collectives.all_reduce(input_, group=group)[0]
         matrix, fold = fold_leading(input_)  # summed in the memory order it has, with no transposing copy
         return fold.unfold_output(collectives.all_reduce(matrix, group=group)[0])
 

@@ -70,7 +70,7 @@ class VocabParallelEmbedding(torch.nn.Module):
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """Return the rows of ``input_``; see the class."""
-        if input_.device.type == "cpu" and input_.numel():
+        if input_.device.type == "cpu" and input_.numel() and not torch.compiler.is_compiling():
             low, high = input_.aminmax()
             if low < 0 or high >= self.num_embeddings:
                 raise LayoutError(
@@ -79,7 +79,7 @@ class VocabParallelEmbedding(torch.nn.Module):
                 )
         local = input_ - self.vocab_start_index
         is_elsewhere = (local < 0) | (local >= self.num_embeddings_per_partition)
-        rows = self._look_up(local.masked_fill(is_elsewhere, 0)).masked_fill(is_elsewhere.unsqueeze(-1), 0)
+        rows = self._look_up(local.masked_fill(is_elsewhere, 0)).masked_fill_(is_elsewhere.unsqueeze(-1), 0)
         if self.reduce_scatter_embeddings:
             rows = rows.transpose(0, 1)
         if self.tp_group is None:

@@ -190,6 +190,23 @@ def test_uneven_dims_and_double_backward_raise() -> None:
     run_ranks(2, errors_body)
 
 
+def odd_shapes_body(rank: int, world_size: int) -> None:
+    """A loss without dims and a vector are summed like anything else."""
+    initialize_model_parallel(world_size)
+    for shape in ((), (3,), (1, 1)):
+        for name in ("copy", "reduce"):
+            x = torch.full(shape, rank + 1.0, requires_grad=True)
+            y = MAPPINGS[name].function(x)
+            (dx,) = torch.autograd.grad(y, x, torch.full(shape, rank + 1.0))
+            assert (y.shape, dx.shape) == (shape, shape)
+            assert torch.equal(y, torch.full(shape, 3.0 if name == "reduce" else rank + 1.0))
+            assert torch.equal(dx, torch.full(shape, 3.0 if name == "copy" else rank + 1.0))
+
+
+def test_scalars_and_vectors() -> None:
+    run_ranks(2, odd_shapes_body)
+
+
 def no_tokens_body(rank: int, world_size: int) -> None:
     """Case 16: ranks without tokens take part in the same collectives."""
     del rank

@@ -238,6 +238,21 @@ def test_second_backward_and_in_place_writes_and_double_backward() -> None:
         grad.sum().backward()
 
 
+def range_body(rank: int, world_size: int) -> None:
+    """Every rank refuses an id that no rank holds, which would otherwise give a plausible loss."""
+    del rank
+    initialize_model_parallel(world_size)
+    logits = torch.zeros(1, 2, V // world_size)
+    for bad in (V, -1, -99):
+        message = rf"cross-entropy over a vocabulary of 30 got the target id {bad}; ids go from 0 to 29, and -100 marks"
+        with pytest.raises(LayoutError, match=message):
+            vocab_parallel_cross_entropy(logits, torch.tensor([[3, bad]]))
+
+
+def test_ids_out_of_range_are_refused_on_all_ranks() -> None:
+    run_ranks(2, range_body)
+
+
 def test_refusals() -> None:
     with pytest.raises(LayoutError, match=r"cross-entropy got logits of shape \[6, 30\] and targets of shape \[6, 1\]"):
         vocab_parallel_cross_entropy(torch.zeros(6, V), torch.zeros(6, 1, dtype=torch.int64))
