@@ -12,7 +12,9 @@
 
 ``group=None`` is the group of ``initialize_model_parallel``, one rank where nothing was set up. Inputs and incoming
 gradients stay bitwise untouched. All-reduces run in the memory order that a tensor has, so every rank must bring one
-of the same shape and stride order, as ranks that run one program do. Source: ``megatron.core.tensor_parallel.mappings`` (Korthikanti et al., 2022).
+of the same shape and stride order, as ranks that run one program do.
+
+Source: ``megatron.core.tensor_parallel.mappings`` (Korthikanti et al., 2022).
 """
 
 from __future__ import annotations
