@@ -54,6 +54,17 @@ def test_products_keep_the_dtype_of_their_operands_under_autocast() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_add_up_in_place(dtype: torch.dtype) -> None:
+    x, weight, bias, _ = operands(dtype)
+    total = F.linear(x, weight, bias)
+    expected, place = torch.addmm(total, x, weight.t()), total.data_ptr()
+    with torch.autocast("cpu", torch.bfloat16):
+        gemm.add_product_(total, x, weight.t())
+    assert (total.dtype, total.data_ptr()) == (dtype, place)
+    assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bias_gradient_counts_each_row_as_often_as_it_stands(dtype: torch.dtype) -> None:
     grad = torch.full((300, OUT), 1.0).to(dtype)
     # 300 ones and 3 times 300 ones are 300 and 900 in every dtype here, if the sum is not made in bf16 (256 + 1 = 256).
