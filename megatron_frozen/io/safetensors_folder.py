@@ -92,15 +92,13 @@ def read_safetensors(path: str | Path) -> dict[str, torch.Tensor]:
     return load_file(path)
 
 
-def write_safetensors(
-    path: str | Path, tensors: dict[str, torch.Tensor], *, metadata: dict[str, str] | None = None
-) -> None:
-    """Write `tensors` to one file, atomically; any device and strides. `metadata` are strings kept in the header."""
+def write_safetensors(path: str | Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write `tensors` to one file, atomically; any device and strides."""
     # The "pt" mark is what transformers and peft look for before they load a file.
     dense = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
     with atomic_write(path) as temporary:
         try:
-            save_file(dense, temporary, metadata={"format": "pt", **(metadata or {})})
+            save_file(dense, temporary, metadata={"format": "pt"})
         except SafetensorError as error:
             raise CheckpointError(f"cannot write {path} ({error}); free some space or give another folder") from error
 

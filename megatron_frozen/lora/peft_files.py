@@ -25,8 +25,6 @@ CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 
 KEY_PREFIX = "base_model.model."
-KEY_SUFFIXES = {"lora_A": ".lora_A.weight", "lora_B": ".lora_B.weight"}
-"""From our factor's name to the end of PEFT's key; between prefix and suffix stands the linear's path."""
 
 CONFIG_FIELDS = {
     "r": "r",
@@ -71,15 +69,7 @@ ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
 
 def peft_key(layer_name: str, factor: str) -> str:
     """Return PEFT's key for the ``factor`` (lora_A or lora_B) of the linear at ``layer_name``."""
-    return f"{KEY_PREFIX}{layer_name}{KEY_SUFFIXES[factor]}"
-
-
-def layer_and_factor(key: str) -> tuple[str, str] | None:
-    """Return (path of the linear, lora_A or lora_B) of one of PEFT's keys; None for a key of another form."""
-    for factor, suffix in KEY_SUFFIXES.items():
-        if key.startswith(KEY_PREFIX) and key.endswith(suffix):
-            return key.removeprefix(KEY_PREFIX).removesuffix(suffix), factor
-    return None
+    return f"{KEY_PREFIX}{layer_name}.{factor}.weight"
 
 
 def config_to_peft(config: LoraConfig, *, base_model_name: str | None) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from megatron_frozen.lora import (
     named_lora_layers,
     save_adapter,
 )
-from megatron_frozen.lora.peft_files import config_from_peft, config_to_peft, layer_and_factor, peft_key
+from megatron_frozen.lora.peft_files import config_from_peft, config_to_peft, peft_key
 from megatron_frozen.params import shard_of, sum_partial_grads
 from megatron_frozen.testing import run_ranks
 from tests.unit.lora_peft_toys import IDS, loaded, reference_model
@@ -217,11 +217,6 @@ def test_a_save_that_fails_on_the_first_rank_fails_on_all_and_leaves_the_folder(
 # ----------------------------------------------------------------------------------------------------------- the maps
 
 _PATHS = st.lists(st.from_regex(r"[a-z_]{1,8}|[0-9]{1,2}", fullmatch=True), min_size=1, max_size=6).map(".".join)
-
-
-@given(_PATHS, st.sampled_from(["lora_A", "lora_B"]))
-def test_keys_survive_the_way_to_peft_and_back(path: str, factor: str) -> None:
-    assert layer_and_factor(peft_key(path, factor)) == (path, factor)
 
 
 @given(
