@@ -17,7 +17,7 @@ from megatron_frozen.autograd import (
     VocabParallelCrossEntropy,
 )
 from megatron_frozen.autograd.cross_entropy import IGNORED_TARGET
-from megatron_frozen.comm.groups import Group, get_tensor_model_parallel_group, group_size
+from megatron_frozen.comm.groups import Group, chosen_group, group_size
 from megatron_frozen.errors import ConfigError, LayoutError
 
 
@@ -56,7 +56,7 @@ def _group(
             "allreduce_dgrad and sequence_parallel are both on, but a reduce-scatter already sums the input gradient; "
             "turn one of them off"
         )
-    group = tp_group if tp_group is not None else get_tensor_model_parallel_group()
+    group = chosen_group(tp_group)
     if group_size(group) == 1:
         return None, False, False
     return group, allreduce_dgrad, sequence_parallel
@@ -181,7 +181,7 @@ def vocab_parallel_cross_entropy(
         )
     if not 0.0 <= label_smoothing < 1.0:
         raise ConfigError(f"label_smoothing is {label_smoothing}; it takes a number from 0 up to, not including, 1")
-    group = tp_group if tp_group is not None else get_tensor_model_parallel_group()
+    group = chosen_group(tp_group)
     num_vocab = vocab_parallel_logits.shape[-1] * group_size(group)
     if target.device.type == "cpu" and not torch.compiler.is_compiling():
         wrong = target[((target < 0) | (target >= num_vocab)) & (target != IGNORED_TARGET)]

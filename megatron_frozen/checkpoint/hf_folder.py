@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megatron_frozen.comm import (
     Group,
+    chosen_group,
     get_data_parallel_group,
     get_tensor_model_parallel_group,
     group_rank,
@@ -73,7 +74,7 @@ def load_hf_folder(folder: str | Path, *, parallel: ModelParallelConfig, tp_grou
     not divide, before a weight is read; CheckpointError if the folder is no checkpoint, a file is broken, or tensors
     are missing, unexpected or of another shape, with their names. Collectives: a few small objects.
     """
-    group = tp_group if tp_group is not None else get_tensor_model_parallel_group()
+    group = chosen_group(tp_group)
     doing = f"loading {folder}"
     with together(group=_replicas(group), doing=doing), together(group=group, doing=doing):
         return _load(Path(folder), parallel=parallel, group=group)

@@ -12,6 +12,7 @@ from megatron_frozen.comm.collectives import gather_objects as gather_objects
 from megatron_frozen.comm.collectives import reduce_scatter as reduce_scatter
 from megatron_frozen.comm.groups import WORLD as WORLD
 from megatron_frozen.comm.groups import Group as Group
+from megatron_frozen.comm.groups import chosen_group as chosen_group
 from megatron_frozen.comm.groups import destroy_model_parallel as destroy_model_parallel
 from megatron_frozen.comm.groups import get_data_parallel_group as get_data_parallel_group
 from megatron_frozen.comm.groups import get_data_parallel_rank as get_data_parallel_rank

@@ -123,6 +123,11 @@ def get_tensor_model_parallel_group() -> Group:
     return _STATE.tensor
 
 
+def chosen_group(tp_group: Group) -> Group:
+    """Return ``tp_group``; where it is None, the group of ``initialize_model_parallel``."""
+    return tp_group if tp_group is not None else _STATE.tensor
+
+
 def get_data_parallel_group() -> Group:
     """Return the data-parallel group of this rank; None where nothing was set up."""
     return _STATE.data

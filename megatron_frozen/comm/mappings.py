@@ -25,7 +25,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from megatron_frozen.comm import collectives
-from megatron_frozen.comm.groups import Group, get_tensor_model_parallel_group, group_size
+from megatron_frozen.comm.groups import Group, chosen_group, group_size
 from megatron_frozen.layout import fold_leading
 
 FIRST, LAST = 0, -1
@@ -141,7 +141,7 @@ class _ReduceScatterToRegion(torch.autograd.Function):
 
 
 def _chosen(group: Group) -> Group:
-    group = group if group is not None else get_tensor_model_parallel_group()
+    group = chosen_group(group)
     return group if group_size(group) > 1 else None
 
 

@@ -7,18 +7,14 @@ from typing import Any
 
 import torch
 
-from megatron_frozen import environment
-from megatron_frozen.comm import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    gather_from_tensor_model_parallel_region,
-)
+from megatron_frozen.comm import gather_from_tensor_model_parallel_region
 from megatron_frozen.comm.groups import Group, group_size
 from megatron_frozen.errors import ConfigError, LayoutError
 from megatron_frozen.layers.parts import (
-    chosen_group,
     drop_extra_state,
+    enter_region,
     frozen_or_trainable_linear,
+    layer_group,
     new_bias,
     new_weight,
 )
@@ -79,7 +75,7 @@ class ColumnParallelLinear(torch.nn.Module):
         self.is_expert, self.expert_parallel = is_expert, config.expert_model_parallel_size > 1
         self.config, self.disable_grad_reduce = config, disable_grad_reduce
         self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
-        self.tp_group = chosen_group(tp_group, pg_collection)
+        self.tp_group = layer_group(tp_group, pg_collection)
         world_size = group_size(self.tp_group)
         self.explicit_expert_comm = is_expert and (world_size > 1 or self.expert_parallel)
         self.output_size_per_partition = divide(output_size, world_size, what="output_size")
@@ -138,16 +134,9 @@ class ColumnParallelLinear(torch.nn.Module):
 
         ``leave_parallel(multiply(enter_parallel(x)))`` is ``forward(x)``; an adapter adds its product between the
         steps, so that its input gradient shares the one all-reduce or reduce-scatter."""
-        in_fp32 = getattr(self.config, "allreduce_dgrad_in_fp32", False) or environment.switch(
-            environment.DGRAD_ALLREDUCE_FP32
-        )
-        if self.explicit_expert_comm:
+        if self.explicit_expert_comm or not (self.sequence_parallel or self.allreduce_dgrad):
             return input_
-        if self.sequence_parallel:
-            return gather_from_sequence_parallel_region(input_, group=self.tp_group, reduce_in_fp32=in_fp32)
-        if self.allreduce_dgrad:
-            return copy_to_tensor_model_parallel_region(input_, self.tp_group, reduce_in_fp32=in_fp32)
-        return input_
+        return enter_region(input_, sequence_parallel=self.sequence_parallel, config=self.config, group=self.tp_group)
 
     def multiply(self, input_parallel: torch.Tensor) -> torch.Tensor:
         """Return X W^T [s, b, output_size / ranks]: no bias, no communication in either direction."""

@@ -1,4 +1,4 @@
-"""What column- and row-parallel linears share: making parameters, choosing a group, choosing the product."""
+"""What the layers share: group, parameters, options, the entry of an input into the region, the choice of product."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ from typing import Any
 
 import torch
 
-from megatron_frozen.comm.groups import Group, get_tensor_model_parallel_group
+from megatron_frozen import environment
+from megatron_frozen.comm import (
+    Group,
+    chosen_group,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron_frozen.functional import linear_with_frozen_weight, linear_with_grad_accumulation_and_async_allreduce
 from megatron_frozen.params import init_shard_, set_tensor_model_parallel_attributes
 from megatron_frozen.params.shards import InitMethod
 
 
-def chosen_group(tp_group: Group, pg_collection: Any = None) -> Group:
+def layer_group(tp_group: Group, pg_collection: Any) -> Group:
     """Return ``tp_group``, else the collection's ``tp``, else the group of ``initialize_model_parallel``."""
-    if tp_group is None and pg_collection is not None:
-        tp_group = pg_collection.tp
-    return tp_group if tp_group is not None else get_tensor_model_parallel_group()
+    return chosen_group(pg_collection.tp if tp_group is None and pg_collection is not None else tp_group)
 
 
 def new_parameter(*shape: int, config: Any) -> torch.nn.Parameter:
@@ -61,6 +65,30 @@ def new_bias(size: int, *, config: Any) -> torch.nn.Parameter:
     return bias
 
 
+def dgrad_in_fp32(config: Any) -> bool:
+    """Return whether ``config`` or the environment asks for dX to be multiplied in fp32."""
+    # Megatron's configs, which are taken in place of ours, do not have the field.
+    return getattr(config, "dgrad_in_fp32", False) or environment.switch(environment.LINEAR_DGRAD_FP32)
+
+
+def dgrad_sum_in_fp32(config: Any) -> bool:
+    """Return whether ``config`` or the environment asks for dX to be summed over ranks in fp32."""
+    return getattr(config, "allreduce_dgrad_in_fp32", False) or environment.switch(environment.DGRAD_ALLREDUCE_FP32)
+
+
+def enter_region(input_: torch.Tensor, *, sequence_parallel: bool, config: Any, group: Group) -> torch.Tensor:
+    """Return the input [s, b, h] that every rank of ``group`` multiplies; its gradient is summed over them, once.
+
+    Under sequence parallelism: all-gather forward, reduce-scatter backward; else nothing forward, all-reduce backward.
+    """
+    if group is None:  # one rank, also where other groups stand
+        return input_
+    in_fp32 = dgrad_sum_in_fp32(config)
+    if sequence_parallel:
+        return gather_from_sequence_parallel_region(input_, group=group, reduce_in_fp32=in_fp32)
+    return copy_to_tensor_model_parallel_region(input_, group, reduce_in_fp32=in_fp32)
+
+
 def frozen_or_trainable_linear(
     input_: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, config: Any, **options: Any
 ) -> torch.Tensor:
@@ -71,8 +99,8 @@ def frozen_or_trainable_linear(
         weight,
         bias,
         gradient_accumulation_fusion=config.gradient_accumulation_fusion,
-        dgrad_in_fp32=getattr(config, "dgrad_in_fp32", False),
-        allreduce_dgrad_in_fp32=getattr(config, "allreduce_dgrad_in_fp32", False),
+        dgrad_in_fp32=dgrad_in_fp32(config),
+        allreduce_dgrad_in_fp32=dgrad_sum_in_fp32(config),
         **options,
     )
 

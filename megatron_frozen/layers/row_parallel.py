@@ -14,9 +14,9 @@ from megatron_frozen.comm import (
 from megatron_frozen.comm.groups import Group, group_size
 from megatron_frozen.errors import ConfigError
 from megatron_frozen.layers.parts import (
-    chosen_group,
     drop_extra_state,
     frozen_or_trainable_linear,
+    layer_group,
     new_bias,
     new_weight,
 )
@@ -77,7 +77,7 @@ class RowParallelLinear(torch.nn.Module):
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         self.is_expert, self.expert_parallel = is_expert, config.expert_model_parallel_size > 1
         self.config, self.gradient_accumulation_fusion = config, config.gradient_accumulation_fusion
-        self.tp_group = chosen_group(tp_group, pg_collection)
+        self.tp_group = layer_group(tp_group, pg_collection)
         world_size = group_size(self.tp_group)
         self.explicit_expert_comm = is_expert and (world_size > 1 or self.expert_parallel)
         self.sequence_parallel = config.sequence_parallel and world_size > 1

@@ -8,9 +8,9 @@ import torch
 from torch.nn import functional as F
 
 from megatron_frozen.comm import reduce_from_tensor_model_parallel_region, reduce_scatter_to_sequence_parallel_region
-from megatron_frozen.comm.groups import Group, group_rank, group_size
+from megatron_frozen.comm.groups import Group, chosen_group, group_rank, group_size
 from megatron_frozen.errors import ConfigError, LayoutError
-from megatron_frozen.layers.parts import chosen_group, drop_extra_state, new_weight
+from megatron_frozen.layers.parts import drop_extra_state, new_weight
 from megatron_frozen.params.shards import InitMethod
 from megatron_frozen.partition import divide, shard_range
 

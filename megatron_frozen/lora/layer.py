@@ -16,10 +16,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from megatron_frozen import environment, gemm
+from megatron_frozen import gemm
 from megatron_frozen.comm import Group
 from megatron_frozen.errors import ConfigError
 from megatron_frozen.layers import ColumnParallelLinear, RowParallelLinear
+from megatron_frozen.layers.parts import dgrad_in_fp32
 from megatron_frozen.lora.config import LoraConfig
 from megatron_frozen.lora.low_rank import AddLowRank, FrozenLinearWithAdapter
 from megatron_frozen.params import gather_full, mark_partial_grad, set_tensor_model_parallel_attributes, shard_of
@@ -171,8 +172,7 @@ class LoraLinear(nn.Module):
             and weight.dtype == input_.dtype
             and weight.shape[1] == input_.shape[-1]
             and not torch.is_autocast_enabled(input_.device.type)
-            and not getattr(self.base_layer.config, "dgrad_in_fp32", False)
-            and not environment.switch(environment.LINEAR_DGRAD_FP32)
+            and not dgrad_in_fp32(self.base_layer.config)
         )
 
     def extra_repr(self) -> str:

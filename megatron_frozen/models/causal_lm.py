@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_frozen.comm import Group, get_tensor_model_parallel_group, group_rank, group_size
+from megatron_frozen.comm import Group, chosen_group, group_rank, group_size
 from megatron_frozen.errors import LayoutError
 from megatron_frozen.functional import vocab_parallel_cross_entropy
 from megatron_frozen.layers import ColumnParallelLinear, ModelParallelConfig
@@ -37,7 +37,7 @@ class CausalLM(nn.Module):
 
     def __init__(self, config: DecoderConfig, *, parallel: ModelParallelConfig, tp_group: Group = None) -> None:
         super().__init__()
-        self.tp_group = tp_group if tp_group is not None else get_tensor_model_parallel_group()
+        self.tp_group = chosen_group(tp_group)
         tp_size = group_size(self.tp_group)
         check_tensor_parallel(config, tp_size)
         if tp_size == 1:

@@ -10,9 +10,9 @@ import dataclasses
 
 from torch import Tensor
 
-from megatron_frozen import environment
-from megatron_frozen.comm import Group, copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron_frozen.comm import Group
 from megatron_frozen.layers import ModelParallelConfig
+from megatron_frozen.layers.parts import enter_region
 
 
 def column_config(parallel: ModelParallelConfig) -> ModelParallelConfig:
@@ -21,11 +21,5 @@ def column_config(parallel: ModelParallelConfig) -> ModelParallelConfig:
 
 
 def enter_tensor_parallel(hidden: Tensor, *, parallel: ModelParallelConfig, group: Group) -> Tensor:
-    """Return ``hidden`` as the whole sequence [s, b, h] on every rank, for layers that each give a part of the output.
-
-    Under sequence parallelism: all-gather forward, reduce-scatter backward; else nothing forward, all-reduce backward.
-    """
-    in_fp32 = parallel.allreduce_dgrad_in_fp32 or environment.switch(environment.DGRAD_ALLREDUCE_FP32)
-    if parallel.sequence_parallel:
-        return gather_from_sequence_parallel_region(hidden, group=group, reduce_in_fp32=in_fp32)
-    return copy_to_tensor_model_parallel_region(hidden, group, reduce_in_fp32=in_fp32)
+    """Return ``hidden`` as the whole sequence [s, b, h] on every rank; collectives: see ``enter_region``."""
+    return enter_region(hidden, sequence_parallel=parallel.sequence_parallel, config=parallel, group=group)

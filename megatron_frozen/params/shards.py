@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_frozen.comm import all_gather
-from megatron_frozen.comm.groups import Group, get_tensor_model_parallel_group, group_rank, group_size
+from megatron_frozen.comm.groups import Group, chosen_group, group_rank, group_size
 from megatron_frozen.errors import ParallelError
 from megatron_frozen.partition import divide, stride_pieces
 
@@ -34,8 +34,7 @@ def is_sharded(param: torch.Tensor) -> bool:
 
 def param_is_not_tensor_parallel_duplicate(param: torch.Tensor, tp_group: Group = None) -> bool:
     """Return whether this rank counts ``param`` in a sum over ranks: each shard counts, a replica on rank 0 only."""
-    group = tp_group if tp_group is not None else get_tensor_model_parallel_group()
-    return is_sharded(param) or group_rank(group) == 0
+    return is_sharded(param) or group_rank(chosen_group(tp_group)) == 0
 
 
 def mark_partial_grad(param: torch.Tensor) -> None:
