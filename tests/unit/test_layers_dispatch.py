@@ -131,6 +131,30 @@ def test_case_3_no_branch_batches_or_rounds_otherwise() -> None:
     assert run_ranks(2, branches_body) == [5 * 7 * 4] * 2
 
 
+def entered_sum_body(rank: int, world_size: int) -> None:
+    """The entry that adapters share rounds the sum of three ranks' dX once, if a field or the switch asks for it."""
+    initialize_model_parallel(world_size)
+    dtype = torch.bfloat16
+    gradients = [seeded(S, B, 100, seed=number, dtype=dtype) for number in range(world_size)]
+    rounded_once = torch.stack(gradients).double().sum(0).to(dtype)
+    for sequence_parallel in (False, True):
+        for by_environment, options in ((False, {}), (False, {"allreduce_dgrad_in_fp32": True}), (True, {})):
+            config = ModelParallelConfig(sequence_parallel=sequence_parallel, params_dtype=dtype, **options)
+            layer = ColumnParallelLinear(100, world_size, config=config, init_method=torch.nn.init.zeros_)
+            x = torch.zeros(S // world_size if sequence_parallel else S, B, 100, dtype=dtype, requires_grad=True)
+            with pytest.MonkeyPatch.context() as environment:
+                if by_environment:
+                    environment.setenv(SWITCHES["allreduce_dgrad_in_fp32"], "1")
+                entered = layer.enter_parallel(x)
+            (dx,) = torch.autograd.grad(entered, x, gradients[rank])
+            expected = rounded_once.chunk(world_size)[rank] if sequence_parallel else rounded_once
+            assert torch.equal(dx, expected) is (by_environment or bool(options))
+
+
+def test_shared_entry_heeds_the_fp32_options() -> None:
+    run_ranks(3, entered_sum_body)
+
+
 def test_fp32_dgrad_does_round_less() -> None:
     """The control of the matrix above: the options change the bits they are asked to change."""
     branch = Branch(

@@ -78,6 +78,9 @@ def padding_body(rank: int, world_size: int, padding_idx: int | None) -> torch.T
     table, gradient = table_and_gradient(layer)
     assert torch.equal(y, F.embedding(ids, table))  # that of the padding id too
     assert (gradient == gradient[:, :1]).all()
+    layer(torch.tensor([[0, 5]])).sum().backward()  # the first row of each rank's part, where the others look up
+    gained = table_and_gradient(layer)[1] - gradient
+    assert gained[:, 0].nonzero().flatten().tolist() == [0, 5]
     return gradient[:, 0]
 
 

@@ -43,7 +43,9 @@ def sums_body(rank: int, world_size: int) -> None:
     summed = torch.stack([seeded(4, 3, seed=number, dtype=torch.float32) for number in range(world_size)]).sum(0)
     own = seeded(4, 3, seed=rank, dtype=torch.float32)
     plain, transposed = with_grad(own.clone()), with_grad(own.t().contiguous().t())
-    low = with_grad(torch.full((2,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16))
+    # In bf16 256 + 1 = 256, so in whatever order three ranks are summed, one of these places would lose a 1.
+    low_values = [torch.full((3,), 256.0).where(torch.arange(3) == number, 1.0) for number in range(world_size)]
+    low = with_grad(low_values[rank].bfloat16())
     elsewhere = with_grad(torch.ones(5) if rank == 1 else None, 5)
     nowhere = with_grad(None, 2, 2)
     frozen = with_grad(torch.ones(3))
@@ -56,7 +58,7 @@ def sums_body(rank: int, world_size: int) -> None:
     assert dict(seen.collectives()) == {"all_reduce": 3}  # fp32, bf16, fp64
     torch.testing.assert_close(grad_of(plain), summed)  # tied: summed once
     torch.testing.assert_close(grad_of(transposed), summed)
-    assert torch.equal(grad_of(low), torch.full((2,), 258.0, dtype=torch.bfloat16))  # 256 if summed in bf16
+    assert torch.equal(grad_of(low), torch.full((3,), 258.0, dtype=torch.bfloat16))
     assert torch.equal(grad_of(elsewhere), torch.ones(5))
     assert nowhere.grad is None
     assert torch.equal(grad_of(frozen), torch.ones(3))
