@@ -1,5 +1,4 @@
-# A small CPU image with the package and what training needs. The GPU image, with Transformer Engine and apex on
-# NVIDIA's PyTorch container, comes with a later issue.
+# A small CPU image with the package and what training needs.
 FROM python:3.11-slim
 WORKDIR /opt/megatron_frozen
 COPY setup.py pyproject.toml README.md LICENSE ./

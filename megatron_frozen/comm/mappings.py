@@ -160,7 +160,10 @@ def reduce_from_tensor_model_parallel_region(input_: torch.Tensor, group: Group 
 
 
 def scatter_to_tensor_model_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
-    """Return this rank's slice of the last dim; the gradient is joined (one all-gather)."""
+    """Return this rank's slice of the last dim; the gradient is joined (one all-gather).
+
+    Raises LayoutError where the last dim does not divide by the ranks.
+    """
     group = _chosen(group)
     return input_ if group is None else _ScatterToRegion.apply(input_, group, LAST)
 
@@ -172,7 +175,10 @@ def gather_from_tensor_model_parallel_region(input_: torch.Tensor, group: Group 
 
 
 def scatter_to_sequence_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
-    """Return this rank's slice of dim 0; the gradient is joined (one all-gather)."""
+    """Return this rank's slice of dim 0; the gradient is joined (one all-gather).
+
+    Raises LayoutError where dim 0 does not divide by the ranks.
+    """
     group = _chosen(group)
     return input_ if group is None else _ScatterToRegion.apply(input_, group, FIRST)
 
@@ -195,6 +201,10 @@ def gather_from_sequence_parallel_region(
 
 
 def reduce_scatter_to_sequence_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
-    """Return this rank's slice along dim 0 of the sum over the group (one reduce-scatter); the gradient is joined."""
+    """Return this rank's slice along dim 0 of the sum over the group (one reduce-scatter); the gradient is joined (one
+    all-gather).
+
+    Raises LayoutError where dim 0 does not divide by the ranks.
+    """
     group = _chosen(group)
     return input_ if group is None else _ReduceScatterToRegion.apply(input_, group)

@@ -32,9 +32,9 @@ class ColumnParallelLinear(torch.nn.Module):
     A frozen weight takes the frozen product, decided at each call.
 
     Collectives: backward, an all-reduce of dX, or with sequence parallelism an all-gather of X forward and a
-    reduce-scatter of dX backward; with ``gather_output`` an all-gather of Y. ``disable_grad_reduce`` leaves the
-    all-reduce to the caller; an expert layer under tensor or expert parallelism (``explicit_expert_comm``)
-    communicates nothing itself.
+    reduce-scatter of dX backward, where a trainable weight gathers X again; with ``gather_output`` an all-gather of Y.
+    ``disable_grad_reduce`` leaves the all-reduce to the caller; an expert layer under tensor or expert parallelism
+    (``explicit_expert_comm``) communicates nothing itself.
 
     Arguments, attributes and returns are those of ``megatron.core.tensor_parallel.ColumnParallelLinear``. The full
     weight is the same at any number of ranks that enter with one CPU random state.

@@ -11,7 +11,10 @@ from megatron_frozen.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelParallelConfig:
-    """The fields of ``megatron.core.ModelParallelConfig`` that tensor-parallel layers read, and two of our own."""
+    """The fields of ``megatron.core.ModelParallelConfig`` that tensor-parallel layers read, and two of our own, last.
+
+    Raises ConfigError where a size is below 1 or params_dtype is no floating-point dtype.
+    """
 
     tensor_model_parallel_size: int = 1
     """Ranks over which a layer is cut; the size of the group decides, this says it for readers."""

@@ -32,6 +32,10 @@ class CausalLM(nn.Module):
         tp_group: the tensor-parallel group; None for one rank.
         activation_checkpointing: recompute each layer in the backward instead of keeping its activations.
 
+    Collectives over the group: forward, one all-reduce for the embedding and for each attention and MLP, and two small
+    ones for the loss; backward, one for each attention and MLP and for the head. Under sequence parallelism each of
+    these but the loss's becomes a reduce-scatter, with an all-gather on the other pass.
+
     Raises ConfigError where heads or MLP width do not divide by the number of ranks.
     """
 

@@ -32,7 +32,10 @@ _SIZES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig:
-    """Sizes and switches of one decoder. Field names are transformers' where it has the thing."""
+    """Sizes and switches of one decoder. Field names are transformers' where it has the thing.
+
+    Raises ConfigError where a size is no whole number above 0, or sizes do not fit each other.
+    """
 
     model_type: str
     """One of MODEL_TYPES."""

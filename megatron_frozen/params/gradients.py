@@ -22,7 +22,7 @@ def sum_partial_grads(params: Iterable[torch.Tensor], *, group: Group) -> None:
     """Sum over the tensor-parallel ``group`` the gradients of those ``params`` that ``mark_partial_grad`` marked.
 
     To be called once per step, after the last backward and before ``sum_grads``, clipping and the optimizer;
-    afterwards the replicated factors' gradients are bit-equal on all ranks. One all-reduce per gradient dtype, in at
+    afterwards the replicated factors' gradients are bit-equal on all ranks. One all-reduce per parameter dtype, in at
     least fp32."""
     sum_grads((param for param in params if is_partial_grad(param)), group=group)
 
