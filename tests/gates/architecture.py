@@ -32,11 +32,17 @@ _OTHER_NAMES = {"torch.utils.tensorboard": "tensorboard"}
 MAIN_GRAD_NAMES = {
     "main_grad", "get_main_grad", "grad_added_to_main_grad", "overwrite_main_grad", "zero_out_wgrad", "__fsdp_param__",
 }  # fmt: skip
-_PRODUCTS = {"matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm", "einsum", "tensordot", "linear"}
+_PRODUCTS = {
+    "Bilinear", "Linear", "addbmm", "addbmm_", "addmm", "addmm_", "addmv", "addmv_", "addr", "addr_", "baddbmm",
+    "baddbmm_", "bilinear", "bmm", "chain_matmul", "dot", "einsum", "ger", "inner", "linear", "matmul", "mm",
+    "multi_dot", "mv", "outer", "scaled_mm", "_scaled_mm", "tensordot", "vdot",
+}  # fmt: skip
 _COLLECTIVES = {
-    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single",
-    "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "new_group",
-    "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list",
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce", "all_to_all",
+    "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list", "gather",
+    "gather_object", "irecv", "isend", "monitored_barrier", "new_group", "new_subgroups",
+    "new_subgroups_by_enumeration", "recv", "reduce", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_tensor", "scatter", "scatter_object_list", "send",
 }  # fmt: skip
 
 
@@ -148,7 +154,17 @@ def product_faults(module: Module) -> list[str]:
         and node.func.attr in _PRODUCTS
         and dotted(node.func.value).split(".")[-1] != "gemm"
     ]
+    lines += _taken_from(module, "torch", _PRODUCTS)
     return [f"{module.path}:{line}: multiplies matrices; only gemm/ does" for line in lines]
+
+
+def _taken_from(module: Module, library: str, names: set[str]) -> list[int]:
+    """Lines that import one of ``names`` from ``library`` or a part of it, to be called without a dot."""
+    return [
+        line
+        for line, target, taken in imports(module.tree)
+        if f"{target}.".startswith(f"{library}.") and names & set(taken)
+    ]
 
 
 def _is_matmul(operator: ast.operator) -> bool:
@@ -159,7 +175,7 @@ def collective_faults(module: Module) -> list[str]:
     """A call of torch.distributed's collectives outside comm/."""
     if module.room == f"{PACKAGE}.comm":
         return []
-    return [
+    faults = [
         f"{module.path}:{node.lineno}: calls {dotted(node.func)}; only comm/ does"
         for node in ast.walk(module.tree)
         if isinstance(node, ast.Call)
@@ -167,6 +183,8 @@ def collective_faults(module: Module) -> list[str]:
         and dotted(node.func).split(".")[0] in {"dist", "torch"}
         and dotted(node.func).split(".")[:-1] != ["torch"]  # torch.gather is no collective
     ]
+    taken = _taken_from(module, "torch.distributed", _COLLECTIVES)
+    return faults + [f"{module.path}:{line}: imports a collective; only comm/ does" for line in taken]
 
 
 def environment_faults(module: Module) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -77,7 +78,20 @@ PER_FILE: dict[str, tuple[Callable[[Module], list[str]], list[Module], str, str]
     ),
     "matmul operator": (architecture.product_faults, PACKAGE_MODULES, "y = x @ w", "multiplies matrices"),
     "matmul call": (architecture.product_faults, PACKAGE_MODULES, "y = torch.matmul(x, w)", "multiplies matrices"),
+    "product in place": (architecture.product_faults, PACKAGE_MODULES, "y.addmm_(x, w)", "multiplies matrices"),
+    "imported product": (
+        architecture.product_faults,
+        PACKAGE_MODULES,
+        "from torch.nn.functional import linear",
+        "multiplies matrices",
+    ),
     "collective": (architecture.collective_faults, PACKAGE_MODULES, "dist.all_reduce(x)", "calls dist.all_reduce"),
+    "imported collective": (
+        architecture.collective_faults,
+        PACKAGE_MODULES,
+        "from torch.distributed import all_gather_single",
+        "imports a collective",
+    ),
     "environment": (
         architecture.environment_faults,
         PACKAGE_MODULES,
@@ -159,6 +173,7 @@ def test_second_home_and_unknown_library_are_caught(text: str, expected: str) ->
     assert expected in _report(architecture.library_faults(homes))
 
 
+@functools.cache
 def _loaded_by(statement: str) -> set[str]:
     """Optional libraries that a fresh interpreter has loaded after the statement."""
     code = f"import sys\n{statement}\nprint(*sorted(sys.modules))"
@@ -171,7 +186,7 @@ def test_importing_the_package_loads_no_optional_library() -> None:
 
 
 def test_a_loaded_optional_library_is_noticed() -> None:
-    assert "yaml" in _loaded_by(f"import {PACKAGE}\nimport yaml") - _loaded_by("import torch")
+    assert "yaml" in _loaded_by("import yaml") - _loaded_by("import torch")
 
 
 def test_public_face_is_a_table_of_contents() -> None:
