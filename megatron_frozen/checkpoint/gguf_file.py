@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron_frozen.io import write_json, write_safetensors
+from megatron_frozen.io.safetensors_folder import WEIGHTS_NAME
 
 _TENSOR_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -55,7 +56,7 @@ def convert_gguf(gguf_file: str | Path, folder: Path) -> None:
         if name in num_heads:
             value = unpermute_rotary(value, num_heads=num_heads[name])
         tensors[prefix + _TENSOR_NAMES[name]] = value.to(torch.bfloat16)
-    write_safetensors(folder / "model.safetensors", tensors)
+    write_safetensors(folder / WEIGHTS_NAME, tensors)
     special = {name: fields[f"tokenizer.ggml.{short}_token_id"] for name, short in _SPECIAL_TOKENS.items()}
     model_ids = {f"{name}_id": special[name] for name in ("bos_token", "eos_token", "pad_token")}
     config = _model_config(fields, tied="lm_head.weight" not in tensors)

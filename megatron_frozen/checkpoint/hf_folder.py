@@ -27,6 +27,7 @@ from megatron_frozen.comm import (
 )
 from megatron_frozen.errors import CheckpointError, ConfigError
 from megatron_frozen.io import SafetensorsFolder, atomic_folder, read_json, write_json, write_safetensors
+from megatron_frozen.io.safetensors_folder import INDEX_NAME, WEIGHTS_NAME
 from megatron_frozen.layers import ModelParallelConfig
 from megatron_frozen.lora import named_lora_layers
 from megatron_frozen.models import CausalLM, DecoderConfig, check_tensor_parallel
@@ -230,7 +231,7 @@ def _write(
             if len(plan) > 1:
                 weight_map = {weight.key: name for name, part in plan.items() for weight in part}
                 index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-                write_json(temporary / "model.safetensors.index.json", index)
+                write_json(temporary / INDEX_NAME, index)
             for name in _SIDE_FILES:
                 if source_folder is not None and Path(source_folder, name).is_file():
                     shutil.copyfile(Path(source_folder, name), temporary / name)
@@ -250,7 +251,7 @@ def _split(weights: list[Weight], *, sizes: dict[str, int], max_file_bytes: int)
         parts[-1].append(weight)
         room -= sizes[weight.key]
     if len(parts) == 1:
-        return {"model.safetensors": parts[0]}
+        return {WEIGHTS_NAME: parts[0]}
     return {f"model-{i:05}-of-{len(parts):05}.safetensors": part for i, part in enumerate(parts, start=1)}
 
 

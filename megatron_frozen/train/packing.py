@@ -11,9 +11,8 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from megatron_frozen.autograd.cross_entropy import IGNORED_TARGET as IGNORED
 from megatron_frozen.errors import DataError
-
-IGNORED = -100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
