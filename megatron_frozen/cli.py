@@ -1,6 +1,6 @@
 """The command line: `megatron-frozen COMMAND`, also `python -m megatron_frozen COMMAND`, alone or under torchrun.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage or config.
+Exit codes: 0 done, 1 failed, 2 wrong usage or config, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_frozen.checkpoint.demo_model import fetch_demo_model
+from megatron_frozen.diagnostics.facts import facts_table
 from megatron_frozen.environment import launched_rank
 from megatron_frozen.errors import ConfigError, MegatronFrozenError
 from megatron_frozen.train.commands import answer_prompt, merge_folder
 from megatron_frozen.train.config import load_config
-from megatron_frozen.train.facts import facts_table
 from megatron_frozen.train.job import train
 from megatron_frozen.train.launch import is_lost_rank
 from megatron_frozen.train.schema import DTYPES
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments.run(arguments)
     except KeyboardInterrupt:
-        return _fail("interrupted; the same command goes on from the last checkpoint", code=130)
+        return _fail("interrupted; a training run goes on from its last checkpoint if started again", code=130)
     except (MegatronFrozenError, OSError) as error:
         return _fail(str(error), code=2 if isinstance(error, ConfigError) else 1)
     except Exception as error:  # the other ranks may be waiting for this one, so it speaks at once

@@ -1,3 +1,3 @@
-"""Looking at what a program really runs: recorded operations, copies and collectives."""
+"""Looking at what a program really runs, its operations, copies and collectives, and at what it runs on."""
 
 from megatron_frozen.diagnostics.recorder import Recorder as Recorder

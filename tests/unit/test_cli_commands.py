@@ -163,7 +163,7 @@ def test_unexpected_error_shows_its_traceback(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("raised", "code", "message"),
     [
-        (KeyboardInterrupt(), 130, "interrupted; the same command goes on from the last checkpoint"),
+        (KeyboardInterrupt(), 130, "interrupted; a training run goes on from its last checkpoint if started again"),
         (RuntimeError("[gloo/pair.cc] Connection closed by peer"), 1, "another rank is gone or did not answer in time"),
         (ConfigError("x is wrong"), 2, "x is wrong"),
     ],
