@@ -6,7 +6,6 @@ import dataclasses
 import math
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_frozen.checkpoint.shared_folder import shared_folder
 from megatron_frozen.comm import (
     Group,
     chosen_group,
@@ -26,7 +26,7 @@ from megatron_frozen.comm import (
     together,
 )
 from megatron_frozen.errors import CheckpointError, ConfigError
-from megatron_frozen.io import SafetensorsFolder, atomic_folder, read_json, write_json, write_safetensors
+from megatron_frozen.io import SafetensorsFolder, read_json, write_json, write_safetensors
 from megatron_frozen.io.safetensors_folder import INDEX_NAME, WEIGHTS_NAME
 from megatron_frozen.layers import ModelParallelConfig
 from megatron_frozen.lora import named_lora_layers
@@ -213,21 +213,16 @@ def _write(
     group, doing = model.tp_group, f"writing {folder}"
     sizes = {weight.key: _written_bytes(weight, vocab_size=model.config.vocab_size, group=group) for weight in weights}
     plan = _split(weights, sizes=sizes, max_file_bytes=max_file_bytes)
-    with ExitStack() as stack:  # entered on the first rank only: it holds the folder that is renamed at the end
-
-        def begin() -> Path:
-            config = _config_to_write(model.config, source_folder, dtype=weights[0].dtype)
-            temporary = stack.enter_context(atomic_folder(folder))
-            write_json(temporary / "config.json", config)
-            return temporary
-
-        temporary = on_first_rank(begin, group=group, doing=doing)
+    make_config = partial(_config_to_write, model.config, source_folder, dtype=weights[0].dtype)
+    config = on_first_rank(make_config, group=group, doing=doing)
+    with shared_folder(folder, group=group) as temporary:
         for name, part in plan.items():
             tensors = _gather(part, vocab_size=model.config.vocab_size, group=group)
             write = partial(write_safetensors, temporary / name, tensors)
             on_first_rank(write, group=group, doing=doing)
 
         def finish() -> None:
+            write_json(temporary / "config.json", config)
             if len(plan) > 1:
                 weight_map = {weight.key: name for name, part in plan.items() for weight in part}
                 index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
@@ -235,7 +230,6 @@ def _write(
             for name in _SIDE_FILES:
                 if source_folder is not None and Path(source_folder, name).is_file():
                     shutil.copyfile(Path(source_folder, name), temporary / name)
-            stack.close()
 
         on_first_rank(finish, group=group, doing=doing)
 

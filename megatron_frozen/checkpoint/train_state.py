@@ -16,17 +16,17 @@ The folder gets its name when all of it is on disk. It counts as complete only i
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_frozen.checkpoint.shared_folder import shared_folder
 from megatron_frozen.comm import WORLD, Group, gather_objects, group_rank, group_size, on_first_rank
 from megatron_frozen.errors import CheckpointError
-from megatron_frozen.io import atomic_folder, read_json, read_safetensors, write_json, write_safetensors
+from megatron_frozen.io import read_json, read_safetensors, write_json, write_safetensors
 from megatron_frozen.params import gather_full, is_sharded, set_tensor_model_parallel_attributes, shard_of
 
 COMPLETE_MARK = "complete.json"
@@ -58,7 +58,7 @@ def save_checkpoint(
     random_states: dict[str, Tensor] = {}
     for rank, kinds in enumerate(gather_objects(_random_state())):
         random_states.update({f"rank_{rank}.{kind}": value for kind, value in kinds.items()})
-    with _shared_folder(folder) as temporary:
+    with shared_folder(folder, replace=True) as temporary:
         save_model(temporary)
 
         def write_rest() -> None:
@@ -134,15 +134,6 @@ def load_random_state(folder: Path) -> bool:
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(saved[f"rank_{rank}.cuda"])
     return True
-
-
-@contextmanager
-def _shared_folder(folder: Path) -> Iterator[Path]:
-    """`atomic_folder` of the first rank; every rank gets its temporary name."""
-    doing = f"saving the checkpoint {folder}"
-    with ExitStack() as stack:
-        yield on_first_rank(lambda: stack.enter_context(atomic_folder(folder, replace=True)), doing=doing)
-        on_first_rank(lambda: stack.pop_all().close(), doing=doing)
 
 
 def _gather_optimizer(

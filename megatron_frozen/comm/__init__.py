@@ -11,6 +11,7 @@ from megatron_frozen.comm.collectives import broadcast_object as broadcast_objec
 from megatron_frozen.comm.collectives import gather_objects as gather_objects
 from megatron_frozen.comm.collectives import reduce_scatter as reduce_scatter
 from megatron_frozen.comm.groups import WORLD as WORLD
+from megatron_frozen.comm.groups import AnyGroup as AnyGroup
 from megatron_frozen.comm.groups import Group as Group
 from megatron_frozen.comm.groups import chosen_group as chosen_group
 from megatron_frozen.comm.groups import destroy_model_parallel as destroy_model_parallel

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from megatron_frozen.comm.collectives import broadcast_object, gather_objects
-from megatron_frozen.comm.groups import WORLD, Group, _World, global_rank, group_rank, group_size
+from megatron_frozen.comm.groups import WORLD, AnyGroup, global_rank, group_rank, group_size
 from megatron_frozen.errors import MegatronFrozenError, ParallelError
 
 T = TypeVar("T")
 
 
-def raise_together(error: Exception | None, *, group: Group | _World = WORLD, doing: str) -> None:
+def raise_together(error: Exception | None, *, group: AnyGroup = WORLD, doing: str) -> None:
     """Raise on every rank of ``group`` if ``error`` is set on any: two small collectives, reached by every rank.
 
     A rank with an error of its own raises that one; the others raise ParallelError naming the first failed rank, as
@@ -30,7 +30,7 @@ def raise_together(error: Exception | None, *, group: Group | _World = WORLD, do
 
 
 @contextmanager
-def together(*, group: Group | _World = WORLD, doing: str) -> Iterator[None]:
+def together(*, group: AnyGroup = WORLD, doing: str) -> Iterator[None]:
     """Run a body that holds no collective of ``group`` itself; if it raises on one rank, it raises on all."""
     error: Exception | None = None
     try:
@@ -40,7 +40,7 @@ def together(*, group: Group | _World = WORLD, doing: str) -> Iterator[None]:
     raise_together(error, group=group, doing=doing)
 
 
-def on_first_rank(work: Callable[[], T], *, group: Group | _World = WORLD, doing: str) -> T:
+def on_first_rank(work: Callable[[], T], *, group: AnyGroup = WORLD, doing: str) -> T:
     """Run ``work`` on rank 0 of ``group`` alone and return its picklable result on all; if it raises, all raise."""
     if group_size(group) == 1:
         return work()

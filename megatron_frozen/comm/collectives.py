@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_frozen.comm.groups import WORLD, Group, _World, group_size, resolve
+from megatron_frozen.comm.groups import WORLD, AnyGroup, Group, group_size, resolve
 from megatron_frozen.errors import LayoutError
 
 Result = tuple[torch.Tensor, dist.Work | None]
@@ -88,7 +88,7 @@ def check_divides(tensor: torch.Tensor, *, dim: int, group: Group) -> None:
         )
 
 
-def broadcast_(tensor: torch.Tensor, *, src: int, group: Group | _World) -> torch.Tensor:
+def broadcast_(tensor: torch.Tensor, *, src: int, group: AnyGroup) -> torch.Tensor:
     """Overwrite a dense ``tensor`` with that of rank ``src`` of ``group``: one broadcast."""
     group = resolve(group)
     if group_size(group) > 1:
@@ -96,7 +96,7 @@ def broadcast_(tensor: torch.Tensor, *, src: int, group: Group | _World) -> torc
     return tensor
 
 
-def broadcast_object(obj: Any, *, group: Group | _World = WORLD, src: int = 0) -> Any:
+def broadcast_object(obj: Any, *, group: AnyGroup = WORLD, src: int = 0) -> Any:
     """Return the picklable ``obj`` of rank ``src`` of ``group``: a broadcast of its size and one of its bytes."""
     group = resolve(group)
     if group_size(group) == 1:
@@ -106,7 +106,7 @@ def broadcast_object(obj: Any, *, group: Group | _World = WORLD, src: int = 0) -
     return box[0]
 
 
-def gather_objects(obj: Any, *, group: Group | _World = WORLD) -> list[Any]:
+def gather_objects(obj: Any, *, group: AnyGroup = WORLD) -> list[Any]:
     """Return every rank's picklable ``obj`` in rank order: an all-gather of sizes and one of bytes."""
     group = resolve(group)
     if group_size(group) == 1:

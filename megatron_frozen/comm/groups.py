@@ -36,27 +36,29 @@ class _World:
 
 WORLD = _World()
 
+AnyGroup: TypeAlias = Group | _World
 
-def resolve(group: Group | _World) -> Group:
+
+def resolve(group: AnyGroup) -> Group:
     """Return the default group for ``WORLD`` (None where no group was initialised), else ``group`` itself."""
     if isinstance(group, _World):
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     return group
 
 
-def group_size(group: Group | _World) -> int:
+def group_size(group: AnyGroup) -> int:
     """Return the number of ranks in ``group``; 1 for None."""
     group = resolve(group)
     return 1 if group is None else dist.get_world_size(group)
 
 
-def group_rank(group: Group | _World) -> int:
+def group_rank(group: AnyGroup) -> int:
     """Return this process's rank in ``group``; 0 for None."""
     group = resolve(group)
     return 0 if group is None else dist.get_rank(group)
 
 
-def global_rank(rank: int, *, group: Group | _World) -> int:
+def global_rank(rank: int, *, group: AnyGroup) -> int:
     """Return the number that rank ``rank`` of ``group`` has among all ranks."""
     group = resolve(group)
     return rank if group is None else dist.get_global_rank(group, rank)
