@@ -174,6 +174,14 @@ def vocab_parallel_cross_entropy(
     Raises LayoutError where shapes differ or, on the CPU, an id is out of range (on a GPU looking would stall it), and
     ConfigError for a label_smoothing out of range.
     """
+    group = chosen_group(tp_group)
+    return checked_cross_entropy(vocab_parallel_logits, target, label_smoothing=label_smoothing, group=group)
+
+
+def checked_cross_entropy(
+    vocab_parallel_logits: torch.Tensor, target: torch.Tensor, *, label_smoothing: float = 0.0, group: Group
+) -> torch.Tensor:
+    """Return ``vocab_parallel_cross_entropy`` over ``group``, where None is one rank, also where other groups stand."""
     if vocab_parallel_logits.shape[:-1] != target.shape:
         raise LayoutError(
             f"cross-entropy got logits of shape {list(vocab_parallel_logits.shape)} and targets of shape "
@@ -181,7 +189,6 @@ def vocab_parallel_cross_entropy(
         )
     if not 0.0 <= label_smoothing < 1.0:
         raise ConfigError(f"label_smoothing is {label_smoothing}; it takes a number from 0 up to, not including, 1")
-    group = chosen_group(tp_group)
     num_vocab = vocab_parallel_logits.shape[-1] * group_size(group)
     if target.device.type == "cpu" and not torch.compiler.is_compiling():
         wrong = target[((target < 0) | (target >= num_vocab)) & (target != IGNORED_TARGET)]

@@ -1,6 +1,7 @@
 """A decoder with its output layer: token ids in, logits or per-token losses out.
 
-Shape suffixes: [s] sequence, [b] batch, [h] hidden, [V] padded vocabulary, tp = tensor-parallel ranks.
+Shape suffixes: [s] sequence, [b] batch, [h] hidden, [V] padded vocabulary, tp = tensor-parallel ranks, R = rows of a
+fold.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 
 from megatron_frozen.comm import Group, chosen_group, group_rank, group_size
 from megatron_frozen.errors import LayoutError
-from megatron_frozen.functional import vocab_parallel_cross_entropy
+from megatron_frozen.functional import checked_cross_entropy
 from megatron_frozen.layers import ColumnParallelLinear, ModelParallelConfig
+from megatron_frozen.layout import fold_leading
 from megatron_frozen.models.config import DecoderConfig, check_tensor_parallel
 from megatron_frozen.models.decoder import Decoder
 from megatron_frozen.models.documents import DocumentLengths, plan_attention
@@ -80,9 +82,11 @@ class CausalLM(nn.Module):
                 start anew at each. None: each row is one document.
             position_ids: positions [b, s] in place of those that the documents give.
 
-        Raises LayoutError where a shape does not fit or, under sequence parallelism, s does not divide by the ranks.
+        Raises LayoutError where a shape does not fit, under sequence parallelism s does not divide by the ranks, or, on
+        the CPU, an id is out of the vocabulary (on a GPU looking would stall it).
         """
         self._check_shapes(input_ids, labels=labels, position_ids=position_ids)
+        self._check_ids(input_ids, labels=labels)
         plan = plan_attention(
             num_rows=input_ids.shape[0],
             seq_length=input_ids.shape[1],
@@ -97,7 +101,7 @@ class CausalLM(nn.Module):
             activation_checkpointing=self.activation_checkpointing and self.training,
         )
         logits = self._logits(hidden)
-        return logits if labels is None else vocab_parallel_cross_entropy(logits, labels, tp_group=self.tp_group)
+        return logits if labels is None else checked_cross_entropy(logits, labels, group=self.tp_group)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Return logits [b, s, V / tp] of ``hidden`` [s, b, h] as the transpose of [s, b, V / tp], as GPTModel does.
@@ -107,10 +111,10 @@ class CausalLM(nn.Module):
         entered = enter_tensor_parallel(hidden, parallel=self.parallel, group=self.tp_group)
         entered = entered.transpose(0, 1).contiguous().transpose(0, 1)
         weight = {"weight": self.model.embed_tokens.weight} if self.config.tie_word_embeddings else {}
-        logits = self.lm_head(entered, **weight)[0].transpose(0, 1)
-        if self.num_real_columns < logits.shape[-1]:
+        logits = self.lm_head(entered, **weight)[0]
+        if self.num_real_columns < logits.shape[-1]:  # before the transpose, as a view written into costs two copies
             logits = _SilencePadding.apply(logits, self.num_real_columns)
-        return logits
+        return logits.transpose(0, 1)
 
     def _check_shapes(self, input_ids: Tensor, *, labels: Tensor | None, position_ids: Tensor | None) -> None:
         if input_ids.dim() != 2 or 0 in input_ids.shape:
@@ -127,6 +131,18 @@ class CausalLM(nn.Module):
                 f"ranks; pad it to a multiple of {tp_size} or turn sequence_parallel off"
             )
 
+    def _check_ids(self, input_ids: Tensor, *, labels: Tensor | None) -> None:
+        """Refuse the ids of padded rows too, which the layers, built for the padded vocabulary, would take."""
+        if input_ids.device.type != "cpu" or torch.compiler.is_compiling():
+            return
+        vocab_size = self.config.vocab_size
+        for name, ids in (("input_ids", input_ids), ("labels", labels)):
+            if ids is not None and (highest := int(ids.max())) >= vocab_size:
+                raise LayoutError(
+                    f"{name} holds the id {highest} for a vocabulary of {vocab_size}; ids go from 0 to "
+                    f"{vocab_size - 1}, so use the tokenizer of this checkpoint"
+                )
+
 
 class _SilencePadding(torch.autograd.Function):
     """Set the logits of padded vocabulary rows so low that they never win.
@@ -138,7 +154,8 @@ class _SilencePadding(torch.autograd.Function):
     Dbias: none.
     Collectives: none.
     Saved: nothing.
-    Why: a padded row must not take part in the softmax or be sampled, nor train. Only ranks with padding run this.
+    Why: a padded row must not take part in the softmax or be sampled, nor train. Only ranks with padding run this, so
+        the gradient keeps the order of its rows and their repeats: the sum of dX over ranks expects one layout.
     """
 
     @staticmethod
@@ -150,6 +167,7 @@ class _SilencePadding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        grad_logits = grads[0].clone()
-        grad_logits[..., ctx.num_real :] = 0
-        return grad_logits, None
+        grad_RV, fold = fold_leading(grads[0])
+        grad_RV = grad_RV.clone()
+        grad_RV[:, ctx.num_real :] = 0
+        return fold.unfold(grad_RV), None

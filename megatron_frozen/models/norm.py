@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megatron_frozen.layers import ModelParallelConfig
 from megatron_frozen.layers.parts import new_parameter
@@ -58,6 +59,7 @@ class _RMSNorm(torch.autograd.Function):
         return (wide * inverse_rms).to(input_.dtype) * weight
 
     @staticmethod
+    @once_differentiable  # the saved root has no graph of its own, so a second derivative would be wrong
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         input_, weight, inverse_rms = ctx.saved_tensors
         wide, (grad_output,) = input_.to(inverse_rms.dtype), grads

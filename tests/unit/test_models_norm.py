@@ -46,6 +46,14 @@ def test_gradcheck_in_fp64() -> None:
     )
 
 
+def test_a_second_derivative_is_refused_not_wrong() -> None:
+    ours, _ = _norms(torch.float64)
+    input_ = torch.randn(2, 48, dtype=torch.float64, requires_grad=True)
+    (grad,) = torch.autograd.grad(ours(input_).pow(3).sum(), input_, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
 def test_a_frozen_weight_gets_none_and_memory_order_is_kept() -> None:
     ours, _ = _norms(torch.float32)
     ours.weight.requires_grad_(False)  # noqa: FBT003 - torch takes it by position only

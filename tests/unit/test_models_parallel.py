@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_frozen.comm import initialize_model_parallel
+from megatron_frozen.models import CausalLM
 from megatron_frozen.testing import RankError, run_ranks
 from megatron_frozen.testing.reference import assert_close_to
 from tests.unit.models_ranks import Job, build_model, logits_losses_gradients
@@ -95,6 +96,54 @@ def test_a_gradient_on_padded_logits_goes_nowhere() -> None:
         assert gradient is not None
         assert gradient[32].eq(0).all() == (rank == 1)
         assert gradient[:32].ne(0).all()
+
+
+def _embedding_gradient_of_the_sum(rank: int, world_size: int, job: Job) -> Tensor:
+    """This rank's rows of the embedding's gradient under the sum of all logits, whose gradient is one number."""
+    del rank
+    initialize_model_parallel(world_size)
+    model = build_model(job.config, job.weights).requires_grad_(requires_grad=False)
+    embedding = model.get_parameter("model.embed_tokens.weight").requires_grad_()
+    model(job.input_ids).sum().backward()
+    assert embedding.grad is not None
+    return embedding.grad
+
+
+def test_a_broadcast_gradient_keeps_one_layout_on_ranks_with_and_without_padding() -> None:
+    job = _job(tiny_model("llama", vocab_size=65), vocab_size=65)
+    [expected] = run_ranks(1, _embedding_gradient_of_the_sum, job)
+    gradient = torch.cat(run_ranks(2, _embedding_gradient_of_the_sum, job))
+    assert_close_to({"gradient": gradient[:65]}, {"gradient": expected}, tolerance=1e-5)
+
+
+def _before_and_after_the_groups(rank: int, world_size: int, job: Job) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    del rank
+    model = build_model(job.config, job.weights)
+    before = _losses_and_gradients(model, job)
+    initialize_model_parallel(world_size)
+    return [before, _losses_and_gradients(model, job)]
+
+
+def _losses_and_gradients(model: CausalLM, job: Job) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    losses = model(job.input_ids, labels=job.labels)
+    losses.sum().backward()
+    return losses.detach(), {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+
+
+def test_a_model_built_before_the_groups_stays_whole() -> None:
+    job = _job(tiny_model("llama"))
+    for before, after in run_ranks(2, _before_and_after_the_groups, job):
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "labels"])
+def test_the_id_of_a_padded_row_is_refused(name: str) -> None:
+    job = _job(tiny_model("llama", vocab_size=65), vocab_size=65)
+    job = job._replace(**{name: torch.full_like(job.input_ids, 65)})
+    message = f"{name} holds the id 65 for a vocabulary of 65; ids go from 0 to 64, so use the tokenizer"
+    with pytest.raises(RankError, match=message):
+        run_ranks(2, logits_losses_gradients, job)
 
 
 def _forward_only(rank: int, world_size: int, job: Job) -> None:
