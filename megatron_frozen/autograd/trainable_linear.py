@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_frozen import gemm
 from megatron_frozen.autograd.dgrad import DgradPlan, start_dgrad
+from megatron_frozen.autograd.grad_dtype import kept_grad_dtype
 from megatron_frozen.comm import all_gather
 from megatron_frozen.comm.groups import Group
 from megatron_frozen.layout import Fold, fold_leading, fold_pair
@@ -25,8 +26,9 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
     Forward: X folded to [R, I]; Y = X W^T + b.
     Dgrad: dY folded to [R, O]; dX = dY W.
     Wgrad: dY and X folded to one order of tokens; dW = dY^T X, returned, or accumulated into ``weight.main_grad``
-        under ``gradient_accumulation_fusion`` (see ``main_grad``), or put off into ``grad_output_buffer``.
-    Dbias: sum of dY over all leading dims, if b requires grad.
+        under ``gradient_accumulation_fusion`` (see ``main_grad``), or put off into ``grad_output_buffer``. It is
+        returned in ``weight.grad_dtype``, straight from the operands, where that is wider than W's dtype.
+    Dbias: sum of dY over all leading dims, if b requires grad, in ``bias.grad_dtype``.
     Collectives: forward, an all-gather of X under sequence parallelism; backward, that gather again while dX is
         multiplied, and an all-reduce of the 2-D dX (``allreduce_dgrad``) or its reduce-scatter while dW is
         multiplied.
@@ -54,6 +56,8 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
         """Return Y; see the class."""
         ctx.save_for_backward(input, weight)
         ctx.weight = weight if gradient_accumulation_fusion else None
+        ctx.weight_grad_dtype = kept_grad_dtype(weight)
+        ctx.bias_grad_dtype = None if bias is None else kept_grad_dtype(bias)
         ctx.grad_output_buffer, ctx.wgrad_deferral_limit = grad_output_buffer, wgrad_deferral_limit
         ctx.plan = DgradPlan(
             group=tp_group,
@@ -82,7 +86,7 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
         if gathering is not None:
             gathering.wait()
         grad_weight = _weight_gradient(ctx, grad_RO, fold, input) if computes_weight else None
-        grad_bias = gemm.bias_gradient(grad_RO, repeats=fold.repeats) if needs_bias else None
+        grad_bias = _bias_gradient(ctx, grad_RO, fold) if needs_bias else None
         return finish() if finish else None, grad_weight, grad_bias, *[None] * 8
 
 
@@ -100,4 +104,8 @@ def _weight_gradient(ctx: Any, grad_RO: torch.Tensor, fold: Fold, total_input: t
     grad_output = fold.unfold(grad_RO)
     if ctx.weight is not None:
         return deliver_weight_gradient(ctx.weight, grad_output, total_input)
-    return gemm.wgrad(*fold_pair(grad_output, total_input))
+    return gemm.wgrad(*fold_pair(grad_output, total_input), dtype=ctx.weight_grad_dtype)
+
+
+def _bias_gradient(ctx: Any, grad_RO: torch.Tensor, fold: Fold) -> torch.Tensor:
+    return gemm.bias_gradient(grad_RO, repeats=fold.repeats, dtype=ctx.bias_grad_dtype)

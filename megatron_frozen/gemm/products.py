@@ -41,9 +41,10 @@ def dgrad(grad_output_TO: torch.Tensor, weight_OI: torch.Tensor, *, in_fp32: boo
     return _mm(grad_output_TO, weight_OI)
 
 
-def wgrad(grad_output_TO: torch.Tensor, input_TI: torch.Tensor) -> torch.Tensor:
-    """Return dW = dY^T X as [O, I] in the operands' dtype."""
-    return _mm(grad_output_TO.t(), input_TI)
+def wgrad(grad_output_TO: torch.Tensor, input_TI: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return dW = dY^T X as [O, I], in the operands' dtype or a wider ``dtype``, with one rounding to it."""
+    dtype = dtype or input_TI.dtype
+    return _mm(grad_output_TO.t().to(dtype), input_TI.to(dtype))
 
 
 def add_product_(total_TN: torch.Tensor, left_TK: torch.Tensor, right_KN: torch.Tensor) -> None:
@@ -52,10 +53,11 @@ def add_product_(total_TN: torch.Tensor, left_TK: torch.Tensor, right_KN: torch.
         total_TN.addmm_(left_TK, right_KN)
 
 
-def bias_gradient(grad_output_RO: torch.Tensor, *, repeats: int) -> torch.Tensor:
-    """Return db [O]: the sum over rows, each counted ``repeats`` times, summed in at least fp32 and rounded once."""
+def bias_gradient(grad_output_RO: torch.Tensor, *, repeats: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return db [O]: the sum over rows, each counted ``repeats`` times, summed in at least fp32 and rounded once, to
+    the operand's dtype or to ``dtype``."""
+    dtype = dtype or grad_output_RO.dtype
     if repeats == 1:
-        return grad_output_RO.sum(0)
-    low = grad_output_RO.dtype in LOW_PRECISION
-    total = grad_output_RO.sum(0, dtype=torch.float32 if low else None)
-    return total.mul_(repeats).to(grad_output_RO.dtype)
+        return grad_output_RO.sum(0, dtype=dtype)
+    total = grad_output_RO.sum(0, dtype=torch.promote_types(dtype, torch.float32))
+    return total.mul_(repeats).to(dtype)
