@@ -18,12 +18,12 @@ from megatron_frozen.layers.parts import (
     new_bias,
     new_weight,
 )
-from megatron_frozen.params import set_tensor_model_parallel_attributes
+from megatron_frozen.params import KeepsMarks, set_tensor_model_parallel_attributes
 from megatron_frozen.params.shards import InitMethod
 from megatron_frozen.partition import divide
 
 
-class ColumnParallelLinear(torch.nn.Module):
+class ColumnParallelLinear(KeepsMarks):
     """Y = X W^T + b with W cut along its output features: each rank computes its slice of Y.
 
     weight: [output_size / ranks, input_size]; bias: [output_size / ranks]. Forward takes X [s, b, input_size] (with

@@ -23,7 +23,13 @@ from megatron_frozen.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_frozen.layers.parts import dgrad_in_fp32
 from megatron_frozen.lora.config import LoraConfig
 from megatron_frozen.lora.low_rank import AddLowRank, FrozenLinearWithAdapter
-from megatron_frozen.params import gather_full, mark_partial_grad, set_tensor_model_parallel_attributes, shard_of
+from megatron_frozen.params import (
+    KeepsMarks,
+    gather_full,
+    mark_partial_grad,
+    set_tensor_model_parallel_attributes,
+    shard_of,
+)
 
 Linear: TypeAlias = ColumnParallelLinear | RowParallelLinear
 
@@ -53,6 +59,10 @@ def unsupported(module: nn.Module) -> str | None:
     return None
 
 
+class _Factors(KeepsMarks, nn.ParameterDict):
+    """The factors of one kind by adapter name."""
+
+
 class LoraLinear(nn.Module):
     """Wraps one ColumnParallelLinear or RowParallelLinear. Adapters have names, and one of them is active.
 
@@ -72,8 +82,8 @@ class LoraLinear(nn.Module):
         self.base_layer = base_of(base_layer)
         self.is_column = isinstance(base_layer, ColumnParallelLinear)
         self.adapters: dict[str, LoraConfig] = {}
-        self.lora_A = nn.ParameterDict()
-        self.lora_B = nn.ParameterDict()
+        self.lora_A = _Factors()
+        self.lora_B = _Factors()
         self.active_adapter = None
 
     @property

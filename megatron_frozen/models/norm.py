@@ -13,10 +13,10 @@ from torch.autograd.function import once_differentiable
 
 from megatron_frozen.layers import ModelParallelConfig
 from megatron_frozen.layers.parts import new_parameter
-from megatron_frozen.params import mark_partial_grad
+from megatron_frozen.params import KeepsMarks, mark_partial_grad
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(KeepsMarks):
     """Scale each vector to root mean square 1, then by ``weight`` [h].
 
     Works on any leading dims in any memory order, which the result keeps. The weight is the same on all ranks; its

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from megatron_frozen.errors import ParallelError
 from megatron_frozen.partition import divide, stride_pieces
 
 InitMethod = Callable[[torch.Tensor], Any]
+
+_MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel", "allreduce")
 
 
 def set_tensor_model_parallel_attributes(
@@ -25,6 +28,31 @@ def set_tensor_model_parallel_attributes(
     attributes = {"tensor_model_parallel": is_parallel, "partition_dim": dim, "partition_stride": stride}
     for name, value in attributes.items():
         setattr(tensor, name, value)
+
+
+class KeepsMarks(torch.nn.Module):
+    """A module whose own parameters keep their marks where torch puts new objects in their place.
+
+    ``load_state_dict(assign=True)`` and ``to_empty`` from the meta device do; unmarked, a shard would pass for a
+    replica, and a partial gradient would never be summed."""
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        with _marks_kept(self._parameters):
+            return super()._apply(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        with _marks_kept(self._parameters):
+            super()._load_from_state_dict(*args, **kwargs)
+
+
+@contextmanager
+def _marks_kept(params: Mapping[str, torch.nn.Parameter | None]) -> Iterator[None]:
+    before = dict(params)
+    yield
+    for name, param in params.items():
+        for mark in _MARKS:
+            if param is not before[name] and hasattr(before[name], mark):
+                setattr(param, mark, getattr(before[name], mark))
 
 
 def is_sharded(param: torch.Tensor) -> bool:

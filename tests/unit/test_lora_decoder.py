@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_frozen.diagnostics import Recorder
+from megatron_frozen.layers import ModelParallelConfig
 from megatron_frozen.lora import LoraConfig, apply_lora, lora_parameters, named_lora_layers, require_input_grads
+from megatron_frozen.models import CausalLM, DecoderConfig
 from megatron_frozen.params import sum_partial_grads
 from megatron_frozen.testing import assert_close_to, run_ranks
 from tests.unit.lora_toys import full_gradient, seeded, start_ranks
@@ -73,3 +76,25 @@ def test_gradients_of_all_factors_are_those_of_one_rank_and_alike_on_all(mode: s
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert len(first) == 2 * 2 * 7
     assert_close_to(first, alone, tolerance=2e-5)
+
+
+def _marks(model: CausalLM) -> dict[str, dict[str, Any]]:
+    return {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
+
+
+def test_every_parameter_keeps_its_marks_where_loading_replaces_it() -> None:
+    config = DecoderConfig.from_hf(tiny_config("qwen3, bias"))
+
+    def build() -> CausalLM:
+        return CausalLM(config, parallel=ModelParallelConfig())
+
+    built = build()
+    apply_lora(built, LoraConfig(r=2))
+    with torch.device("meta"):
+        model = build()
+    apply_lora(model, LoraConfig(r=2))
+    model.to_empty(device="cpu")
+    assert _marks(model) == _marks(built)
+    model.load_state_dict({key: tensor.clone() for key, tensor in built.state_dict().items()}, assign=True)
+    assert _marks(model) == _marks(built)
+    assert sum(bool(marks) for marks in _marks(model).values()) > 40

@@ -70,4 +70,6 @@ def test_the_weight_is_marked_where_ranks_see_parts(*, sequence_parallel: bool, 
     parallel = ModelParallelConfig(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
     norm = RMSNorm(8, eps=1e-5, parallel=parallel, over_shards=over_shards)
     assert getattr(norm.weight, "sequence_parallel", False) == (sequence_parallel or over_shards)
+    norm.load_state_dict({"weight": torch.ones(8)}, assign=True)
+    assert getattr(norm.weight, "sequence_parallel", False) == (sequence_parallel or over_shards)
     assert "8, eps=1e-05" in repr(norm)

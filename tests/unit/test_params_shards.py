@@ -13,6 +13,7 @@ from megatron_frozen.comm import get_tensor_model_parallel_group, initialize_mod
 from megatron_frozen.diagnostics import Recorder
 from megatron_frozen.errors import ConfigError, ParallelError
 from megatron_frozen.params import (
+    KeepsMarks,
     gather_full,
     init_shard_,
     is_partial_grad,
@@ -43,6 +44,29 @@ def test_attributes_are_megatrons() -> None:
     assert [getattr(parameter, name) for name in names] == [True, 1, 2, True]
     assert is_sharded(parameter)
     assert is_partial_grad(parameter)
+
+
+def test_marks_stay_where_a_parameter_is_replaced() -> None:
+    class Layer(KeepsMarks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = sharded(torch.zeros(2, 3, device="meta"), dim=1, stride=2)
+            self.bias = torch.nn.Parameter(torch.zeros(2, device="meta"))
+            mark_partial_grad(self.bias)
+
+    layer = Layer()
+    filled = {"weight": torch.ones(2, 3), "bias": torch.ones(2)}
+    for replace in (
+        lambda: layer.to_empty(device="cpu"),
+        lambda: layer.load_state_dict(filled, assign=True),
+        lambda: layer.bfloat16(),
+    ):
+        old = layer.weight
+        replace()
+        assert layer.weight is not old or layer.weight.dtype == torch.bfloat16
+        assert (is_sharded(layer.weight), is_partial_grad(layer.weight)) == (True, False)
+        assert (is_sharded(layer.bias), is_partial_grad(layer.bias)) == (False, True)
+        assert [getattr(layer.weight, name) for name in ("partition_dim", "partition_stride")] == [1, 2]
 
 
 def round_trip_body(rank: int, world_size: int) -> None:
