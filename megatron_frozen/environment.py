@@ -8,6 +8,7 @@ from megatron_frozen.errors import ConfigError
 
 LINEAR_DGRAD_FP32 = "MEGATRON_TRUE_ON_POLICY_LINEAR_DGRAD_FP32"
 DGRAD_ALLREDUCE_FP32 = "MEGATRON_TRUE_ON_POLICY_DGRAD_ALLREDUCE_FP32"
+GEMM_BACKEND = "MEGATRON_FROZEN_GEMM"
 
 
 def switch(name: str) -> bool:
@@ -18,6 +19,11 @@ def switch(name: str) -> bool:
     if value == "1":
         return True
     raise ConfigError(f"environment variable {name} is '{value}'; it takes 0 or 1, so set one of these or unset it")
+
+
+def text(name: str) -> str | None:
+    """Return the value of the variable ``name``; None where it is unset or empty."""
+    return os.environ.get(name) or None
 
 
 def launched_rank() -> tuple[int, int, int]:

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from megatron_frozen.gemm.request import Product, Request
+from megatron_frozen.gemm.select import multiply
+
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -26,8 +29,38 @@ def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return torch.mm(left, right)
 
 
-def forward(input_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-    """Return X W^T + b as [T, O] in the operands' dtype; the bias is added before the one rounding, as in F.linear."""
+def _widened(
+    product: Product,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the product in a wider ``dtype`` than its operands', by the chosen backend, with no copy in that dtype."""
+    request = Request(
+        product=product,
+        device_type=left.device.type,
+        operand_dtype=left.dtype,
+        output_dtype=dtype,
+        with_bias=bias is not None,
+    )
+    return multiply(request, left, right, bias=bias)[0]
+
+
+def forward(
+    input_TI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return X W^T + b as [T, O], in the operands' dtype or a wider ``dtype``.
+
+    The bias is added before the one rounding, as in F.linear.
+    """
+    if dtype not in (None, input_TI.dtype):
+        return _widened(Product.FORWARD, input_TI, weight_OI, dtype=dtype, bias=bias_O)
     if bias_O is None:
         return _mm(input_TI, weight_OI.t())
     with _no_autocast(input_TI):
@@ -35,16 +68,17 @@ def forward(input_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tenso
 
 
 def dgrad(grad_output_TO: torch.Tensor, weight_OI: torch.Tensor, *, in_fp32: bool = False) -> torch.Tensor:
-    """Return dX = dY W as [T, I], in the operands' dtype, or in fp32 from upcast operands if ``in_fp32``."""
+    """Return dX = dY W as [T, I], in the operands' dtype or, ``in_fp32``, straight into fp32."""
     if in_fp32 and grad_output_TO.dtype in LOW_PRECISION:
-        return _mm(grad_output_TO.float(), weight_OI.float())
+        return _widened(Product.DGRAD, grad_output_TO, weight_OI, dtype=torch.float32)
     return _mm(grad_output_TO, weight_OI)
 
 
 def wgrad(grad_output_TO: torch.Tensor, input_TI: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return dW = dY^T X as [O, I], in the operands' dtype or a wider ``dtype``, with one rounding to it."""
-    dtype = dtype or input_TI.dtype
-    return _mm(grad_output_TO.t().to(dtype), input_TI.to(dtype))
+    if dtype not in (None, input_TI.dtype):
+        return _widened(Product.WGRAD, grad_output_TO, input_TI, dtype=dtype)
+    return _mm(grad_output_TO.t(), input_TI)
 
 
 def add_product_(total_TN: torch.Tensor, left_TK: torch.Tensor, right_KN: torch.Tensor) -> None:

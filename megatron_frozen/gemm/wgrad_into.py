@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 
 from megatron_frozen.errors import LayoutError
+from megatron_frozen.gemm.request import Product, Request
+from megatron_frozen.gemm.select import multiply
 from megatron_frozen.layout import fold_pair
 
 
@@ -17,10 +19,10 @@ def wgrad_into(
     """Write dY^T X into ``main_grad`` in place: added to what it holds if ``accumulate``, else over it.
 
     main_grad: [O, I], floating point, any strides; grad_output: [..., O]; total_input: [..., I], with the leading
-    dims of grad_output and its dtype. Products and sums are made in main_grad's dtype by upcasting the operands:
-    exact for bf16 and fp16 operands into fp32, one rounding per call. Overwriting clears NaN and, with zero tokens,
-    writes zeros. No collectives. This is the portable form of apex's ``wgrad_gemm_accum_fp32`` and of Transformer
-    Engine's ``general_gemm(layout="NT", accumulate=)``.
+    dims of grad_output and its dtype. Products and sums are made in main_grad's dtype, or wider, by the backend that
+    ``select`` chooses, and rounded to it once per call. Overwriting clears NaN and, with zero tokens, writes zeros.
+    No collectives. The same as apex's ``wgrad_gemm_accum_fp32`` and as Transformer Engine's
+    ``general_gemm(layout="NT", accumulate=)``.
 
     Raises LayoutError where a shape or dtype does not fit, before anything is written.
     """
@@ -37,6 +39,11 @@ def wgrad_into(
             f"a weight gradient was asked of operands of dtypes {grad_output.dtype} and {total_input.dtype}; "
             f"cast them to one dtype"
         )
-    grad_TO, input_TI = fold_pair(grad_output, total_input)
-    with torch.no_grad(), torch.autocast(main_grad.device.type, enabled=False):
-        main_grad.addmm_(grad_TO.t().to(main_grad.dtype), input_TI.to(main_grad.dtype), beta=1.0 if accumulate else 0.0)
+    request = Request(
+        product=Product.WGRAD,
+        device_type=main_grad.device.type,
+        operand_dtype=grad_output.dtype,
+        output_dtype=main_grad.dtype,
+        accumulate=accumulate,
+    )
+    multiply(request, *fold_pair(grad_output, total_input), out=main_grad)

@@ -45,7 +45,7 @@ def test_fp32_buffer_holds_the_unrounded_product(name: str, dtype: torch.dtype) 
     with Recorder() as seen:
         wgrad_into(added, grad, x, accumulate=True)
     wgrad_into(overwritten, grad, x, accumulate=False)
-    assert seen.count("aten.addmm_") == 1
+    assert seen.count("aten.addmm_") == (1 if grad.numel() else 0)
     assert seen.count("aten.bmm") == 0
     assert added.dtype == overwritten.dtype == torch.float32
     torch.testing.assert_close(added.double(), start.double() + reference(grad, x), rtol=1e-6, atol=1e-5)
