@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from megatron_frozen.checkpoint.shared_folder import shared_folder
 from megatron_frozen.comm import (
+    WORLD,
     Group,
     chosen_group,
     get_data_parallel_group,
@@ -25,6 +27,7 @@ from megatron_frozen.comm import (
     on_first_rank,
     together,
 )
+from megatron_frozen.comm.groups import _World
 from megatron_frozen.errors import CheckpointError, ConfigError
 from megatron_frozen.io import SafetensorsFolder, read_json, write_json, write_safetensors
 from megatron_frozen.io.safetensors_folder import INDEX_NAME, WEIGHTS_NAME
@@ -114,12 +117,20 @@ def write_hf_folder(
     source_folder: str | Path | None,
     max_file_bytes: int = _MAX_FILE_BYTES,
 ) -> None:
-    """Write `weights` and what belongs beside them; see save_hf_folder. Rank 0 holds one file's tensors at a time."""
+    """Write `weights` and what belongs beside them; see save_hf_folder. Rank 0 holds one file's tensors at a time.
+
+    Where FSDP cut the parameters, every rank of the world brings its part."""
+    write = partial(
+        _write, model, Path(folder), weights=weights, source_folder=source_folder, max_file_bytes=max_file_bytes
+    )
+    if any(isinstance(weight.parameter, DTensor) for weight in weights):
+        write(writers=WORLD)
+        return
     replicas = _replicas(model.tp_group)
     # Data-parallel copies are equal: the first writes, and the others learn whether it could.
     with together(group=replicas, doing=f"writing {folder}"):
         if group_rank(replicas) == 0:
-            _write(model, Path(folder), weights=weights, source_folder=source_folder, max_file_bytes=max_file_bytes)
+            write(writers=model.tp_group)
 
 
 def _replicas(tp_group: Group) -> Group:
@@ -208,18 +219,25 @@ def _same_rows(files: SafetensorsFolder, embedding: nn.Parameter, *, group: Grou
 
 
 def _write(
-    model: CausalLM, folder: Path, *, weights: list[Weight], source_folder: str | Path | None, max_file_bytes: int
+    model: CausalLM,
+    folder: Path,
+    *,
+    weights: list[Weight],
+    source_folder: str | Path | None,
+    max_file_bytes: int,
+    writers: Group | _World,
 ) -> None:
+    """Gather onto the first of `writers` and write there; all of them call it."""
     group, doing = model.tp_group, f"writing {folder}"
     sizes = {weight.key: _written_bytes(weight, vocab_size=model.config.vocab_size, group=group) for weight in weights}
     plan = _split(weights, sizes=sizes, max_file_bytes=max_file_bytes)
     make_config = partial(_config_to_write, model.config, source_folder, dtype=weights[0].dtype)
-    config = on_first_rank(make_config, group=group, doing=doing)
-    with shared_folder(folder, group=group) as temporary:
+    config = on_first_rank(make_config, group=writers, doing=doing)
+    with shared_folder(folder, group=writers) as temporary:
         for name, part in plan.items():
-            tensors = _gather(part, vocab_size=model.config.vocab_size, group=group)
+            tensors = _gather(part, vocab_size=model.config.vocab_size, group=group, keep=group_rank(writers) == 0)
             write = partial(write_safetensors, temporary / name, tensors)
-            on_first_rank(write, group=group, doing=doing)
+            on_first_rank(write, group=writers, doing=doing)
 
         def finish() -> None:
             write_json(temporary / "config.json", config)
@@ -231,7 +249,7 @@ def _write(
                 if source_folder is not None and Path(source_folder, name).is_file():
                     shutil.copyfile(Path(source_folder, name), temporary / name)
 
-        on_first_rank(finish, group=group, doing=doing)
+        on_first_rank(finish, group=writers, doing=doing)
 
 
 def _split(weights: list[Weight], *, sizes: dict[str, int], max_file_bytes: int) -> dict[str, list[Weight]]:
@@ -256,15 +274,16 @@ def _written_bytes(weight: Weight, *, vocab_size: int, group: Group) -> int:
     )
 
 
-def _gather(weights: list[Weight], *, vocab_size: int, group: Group) -> dict[str, Tensor]:
-    """The tensors to write, on the CPU of the first rank; empty on the others. One all-gather per sharded tensor."""
+def _gather(weights: list[Weight], *, vocab_size: int, group: Group, keep: bool) -> dict[str, Tensor]:
+    """The tensors to write, on the CPU of the rank that is to `keep` them; empty on the others. One all-gather per
+    sharded tensor, and one more where FSDP cut it too."""
     tensors = {}
     for weight in weights:
         shard, dim = weight.shard(), _partition_dim(weight.parameter)
         if dim is not None:
             set_tensor_model_parallel_attributes(shard, is_parallel=True, dim=dim, stride=1)
         full = gather_full(shard, group=group)
-        if group_rank(group) == 0:
+        if keep:
             tensors[weight.key] = (full[:vocab_size] if weight.key in (_EMBEDDING, _HEAD) else full).cpu()
     return tensors
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from megatron_frozen.checkpoint.hf_folder import Weight, write_hf_folder
 from megatron_frozen.errors import ConfigError
@@ -47,8 +48,12 @@ def merge_adapter(
 
 
 def merged(parameter: nn.Parameter, layer: LoraLinear | None, *, dtype: torch.dtype) -> Tensor:
-    """This rank's shard of a parameter, plus its layer's active adapter, if it has one, in `dtype`. No collective."""
+    """This rank's shard of a parameter, plus its layer's active adapter, if it has one, in `dtype`.
+
+    Collectives: none, but one all-gather where FSDP cut the parameter."""
     shard = parameter.detach()
+    if isinstance(shard, DTensor):
+        shard = shard.full_tensor()
     if layer is not None and layer.active_adapter:
         shard = shard.float() + adapter_delta(layer)
     return shard.to(dtype)

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megatron_frozen.checkpoint.shared_folder import shared_folder
 from megatron_frozen.comm import WORLD, Group, gather_objects, group_rank, group_size, on_first_rank
@@ -152,12 +153,11 @@ def _gather_optimizer(
 
 
 def _full(moment: Tensor, *, like: Tensor, group: Group) -> Tensor:
-    """The full tensor of a moment, which is sharded as its parameter is."""
-    if not is_sharded(like):
-        return moment
+    """The full tensor of a moment, which is sharded as its parameter is, over either kind of ranks."""
     sharded = moment.detach()
-    dim, stride = like.partition_dim, like.partition_stride  # pyright: ignore[reportAttributeAccessIssue]
-    set_tensor_model_parallel_attributes(sharded, True, dim, stride)  # noqa: FBT003 (Megatron's signature)
+    if is_sharded(like):
+        dim, stride = like.partition_dim, like.partition_stride  # pyright: ignore[reportAttributeAccessIssue]
+        set_tensor_model_parallel_attributes(sharded, True, dim, stride)  # noqa: FBT003 (Megatron's signature)
     return gather_full(sharded, group=group)
 
 
@@ -176,7 +176,11 @@ def _part_of(full: Tensor, param: Tensor, *, group: Group, what: str) -> Tensor:
     if list(full.shape) != shape:
         raise CheckpointError(f"{what} has shape {list(full.shape)} instead of {shape}; it belongs to another model")
     part = shard_of(full, partition_dim=dim, group=group, stride=stride) if sharded else full
-    return part.to(param.device)
+    part = part.to(param.device)
+    if not isinstance(param, DTensor):
+        return part
+    # A copy, as the slice would keep the rest alive.
+    return distribute_tensor(part, param.device_mesh, param.placements, src_data_rank=None).clone()
 
 
 def _random_state() -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from megatron_frozen.params.shards import init_shard_ as init_shard_
 from megatron_frozen.params.shards import is_partial_grad as is_partial_grad
 from megatron_frozen.params.shards import is_sharded as is_sharded
 from megatron_frozen.params.shards import mark_partial_grad as mark_partial_grad
+from megatron_frozen.params.shards import marks_kept as marks_kept
 from megatron_frozen.params.shards import (
     param_is_not_tensor_parallel_duplicate as param_is_not_tensor_parallel_duplicate,
 )

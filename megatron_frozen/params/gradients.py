@@ -32,7 +32,8 @@ def sum_grads(params: Iterable[torch.Tensor], *, group: Group) -> None:
     fp32.
 
     A gradient that is absent on this rank but present on another counts as zeros; one absent everywhere stays absent.
-    Every rank passes the same parameters in the same order.
+    Every rank passes the same parameters in the same order. Of DTensors the local parts are summed, so ``group`` must
+    be another one than that of their mesh.
     """
     if group_size(group) == 1:
         return
@@ -49,16 +50,15 @@ def _sum_bucket(params: list[torch.Tensor], *, group: Group) -> None:
     # One flag per parameter travels with the values, so that ranks need not agree beforehand on which are absent.
     flags = torch.tensor([float(param.grad is not None) for param in params], dtype=wide, device=device)
     grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
-    bucket = torch.cat([grad.reshape(-1).to(wide) for grad in grads] + [flags])
+    parts = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    bucket = torch.cat([part.reshape(-1).to(wide) for part in parts] + [flags])
     all_reduce_(bucket, group=group)
     start = 0
-    for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
-        summed = bucket[start : start + grad.numel()].view_as(grad)
-        start += grad.numel()
-        if param.grad is not None:
-            param.grad.copy_(summed)
-        elif bucket[index - len(params)] > 0:
-            param.grad = grad.copy_(summed)
+    for index, (param, grad, part) in enumerate(zip(params, grads, parts, strict=True)):
+        part.copy_(bucket[start : start + part.numel()].view_as(part))
+        start += part.numel()
+        if param.grad is None and bucket[index - len(params)] > 0:
+            param.grad = grad
 
 
 def grad_norm(params: Iterable[torch.Tensor], *, group: Group) -> torch.Tensor:

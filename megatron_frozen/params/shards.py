@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from megatron_frozen.comm import all_gather
 from megatron_frozen.comm.groups import Group, chosen_group, group_rank, group_size
@@ -37,16 +38,17 @@ class KeepsMarks(torch.nn.Module):
     replica, and a partial gradient would never be summed."""
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        with _marks_kept(self._parameters):
+        with marks_kept(self._parameters):
             return super()._apply(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        with _marks_kept(self._parameters):
+        with marks_kept(self._parameters):
             super()._load_from_state_dict(*args, **kwargs)
 
 
 @contextmanager
-def _marks_kept(params: Mapping[str, torch.nn.Parameter | None]) -> Iterator[None]:
+def marks_kept(params: Mapping[str, torch.nn.Parameter | None]) -> Iterator[None]:
+    """Give the objects that the body puts into a module's ``params`` the marks of those that were there."""
     before = dict(params)
     yield
     for name, param in params.items():
@@ -93,9 +95,13 @@ def shard_of(full: torch.Tensor, *, partition_dim: int, group: Group, stride: in
 def gather_full(param: torch.Tensor, *, group: Group) -> torch.Tensor:
     """Return the full tensor of a sharded ``param`` on every rank: one all-gather; a replica as it is, detached.
 
+    A DTensor is gathered over its own mesh first, by one more all-gather.
+
     Raises ParallelError where a sharded parameter does not say along which dim it is cut.
     """
     shard = param.detach()
+    if isinstance(shard, DTensor):
+        shard = shard.full_tensor()
     if not is_sharded(param) or group_size(group) == 1:
         return shard
     dim = getattr(param, "partition_dim", -1)

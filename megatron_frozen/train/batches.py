@@ -5,6 +5,7 @@ Shapes: B rows of a micro-batch, S tokens of its longest row.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,6 +52,11 @@ class RowOrder:
 def num_labels(rows: Sequence[PackedRow]) -> int:
     """How many tokens of `rows` are trained on."""
     return sum(1 for row in rows for label in row.labels if label != IGNORED)
+
+
+def unlabelled(row: PackedRow) -> PackedRow:
+    """`row` without anything to train on or to count."""
+    return dataclasses.replace(row, labels=[IGNORED] * len(row.labels))
 
 
 def collate(rows: Sequence[PackedRow], *, multiple_of: int, device: torch.device) -> Batch:

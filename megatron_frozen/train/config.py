@@ -45,6 +45,8 @@ class TrainConfig:
     """Ranks that share one copy of the model; the other ranks are data parallel."""
     sequence_parallel: bool = False
     """Split the activations between the linear layers over the sequence; needs tensor parallelism above 1."""
+    fsdp: bool = False
+    """Cut the weights over the data-parallel ranks and gather them layer by layer, by PyTorch's FSDP2."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Compute dtype. Frozen weights are kept in it; trained ones stay fp32 and are cast for each product."""
     lora: LoraConfig | None = field(default_factory=LoraConfig)

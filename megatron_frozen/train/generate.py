@@ -10,8 +10,9 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from megatron_frozen.comm import all_gather, broadcast_, group_rank, group_size
+from megatron_frozen.comm import WORLD, all_gather, broadcast_, group_rank, group_size
 from megatron_frozen.models import CausalLM
+from megatron_frozen.train.sharding import is_cut
 
 
 @torch.no_grad()
@@ -27,8 +28,10 @@ def generate(
     """The tokens after `prompt_ids`, up to and without one of `stop_ids`; every rank of the model returns the same.
 
     `temperature` 0 takes the likeliest token each time. Collectives per token: those of the forward pass, an all-gather
-    of the last position's logits, and a broadcast, so that all ranks go on with the first rank's choice.
+    of the last position's logits, and a broadcast, so that all ranks go on with the first rank's choice. Where FSDP cut
+    the model, all ranks of the job are ranks of the model.
     """
+    ranks = WORLD if is_cut(model) else model.tp_group
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
@@ -37,9 +40,9 @@ def generate(
     for _ in range(max_new_tokens):
         logits_V = _next_logits(model, [*prompt_ids, *answer], device=device)
         choice = torch.empty(1, dtype=torch.int64, device=device)
-        if group_rank(model.tp_group) == 0:
+        if group_rank(ranks) == 0:
             choice.fill_(_choose(logits_V, temperature=temperature, generator=generator))
-        token = int(broadcast_(choice, src=0, group=model.tp_group))
+        token = int(broadcast_(choice, src=0, group=ranks))
         if token in stop_ids:
             break
         answer.append(token)

@@ -36,7 +36,7 @@ from megatron_frozen.environment import launched_rank
 from megatron_frozen.layers import ModelParallelConfig
 from megatron_frozen.lora import apply_lora, load_adapter, save_adapter
 from megatron_frozen.models import CausalLM
-from megatron_frozen.train.batches import collate_all
+from megatron_frozen.train.batches import collate_all, unlabelled
 from megatron_frozen.train.config import DEMO_MODEL, TrainConfig, check_inputs, check_world
 from megatron_frozen.train.dataset import Dataset, load_dataset
 from megatron_frozen.train.evaluate import evaluate
@@ -45,6 +45,7 @@ from megatron_frozen.train.reports import Reports
 from megatron_frozen.train.run_folder import CHECKPOINTS, Start, begin, find_start, identity, print_summary
 from megatron_frozen.train.sample import Sample, answer, choose_sample
 from megatron_frozen.train.schema import DTYPES
+from megatron_frozen.train.sharding import is_cut, shard_over_data_parallel
 from megatron_frozen.train.tokenizer import load_tokenizer
 from megatron_frozen.train.trainer import Trainer
 
@@ -158,17 +159,19 @@ class _Job:
             apply_lora(model, config.lora, seed=config.seed)
             if start.resume_from is not None:
                 load_adapter(model, start.resume_from / self._model_name, dtype=config.lora.dtype)
+        if config.fsdp:
+            shard_over_data_parallel(model, device=self.device, compute_dtype=DTYPES[config.dtype])
         return model
 
     def _eval_batches(self, held_out: Dataset | None) -> list[Any]:
         if held_out is None:
             return []
-        return collate_all(
-            held_out.packed[get_data_parallel_rank() :: get_data_parallel_world_size()],
-            size=self.config.micro_batch_size,
-            multiple_of=self.trainer.length_multiple,
-            device=self.device,
-        )
+        rows, size = held_out.packed, self.config.micro_batch_size
+        own = rows[get_data_parallel_rank() :: get_data_parallel_world_size()]
+        if is_cut(self.trainer.model):  # ranks gather weights together, so each needs as many batches as the first
+            num_short = -(-len(rows) // get_data_parallel_world_size()) - len(own)
+            own = [*own, *[unlabelled(rows[0])] * num_short]
+        return collate_all(own, size=size, multiple_of=self.trainer.length_multiple, device=self.device)
 
     def _resume(self, checkpoint: Path) -> None:
         trainer = self.trainer

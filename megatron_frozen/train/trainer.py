@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megatron_frozen.comm import (
     all_reduce,
@@ -28,6 +29,7 @@ from megatron_frozen.train.batches import RowOrder, collate_all, num_labels
 from megatron_frozen.train.config import TrainConfig
 from megatron_frozen.train.packing import PackedRow
 from megatron_frozen.train.schedule import learning_rate_at
+from megatron_frozen.train.sharding import is_cut
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +62,10 @@ class Trainer:
         self.optimizer = _optimizer(list(self.parameters.values()), config=config)
 
     def precision(self) -> AbstractContextManager:
-        """The context of every forward pass: autocast when fp32 parameters are to be computed with in bf16."""
-        enabled = self._config.lora is None and self._config.dtype == "bf16"
+        """The context of every forward pass: autocast when fp32 parameters are to be computed with in bf16.
+
+        FSDP casts them itself, as it gathers them."""
+        enabled = self._config.lora is None and self._config.dtype == "bf16" and not is_cut(self.model)
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled)
 
     def run_step(self) -> StepReport:
@@ -109,7 +113,8 @@ class Trainer:
         """Sum the gradients over ranks and clip them; their global norm before that."""
         params, group, max_norm = list(self.parameters.values()), self.model.tp_group, self._config.max_grad_norm
         sum_partial_grads(params, group=group)
-        sum_grads(params, group=get_data_parallel_group())
+        whole = [param for param in params if not isinstance(param, DTensor)]  # FSDP has summed those that it cut
+        sum_grads(whole, group=get_data_parallel_group())
         self._check_grads_exist()
         if max_norm is None:
             return float(grad_norm(params, group=group))
