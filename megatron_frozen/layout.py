@@ -83,6 +83,17 @@ def is_gemm_operand(num_rows: int, num_columns: int, *, row_stride: int, column_
     return row_stride == 1 and num_rows > 1 and column_stride >= num_rows
 
 
+def _slowest_first(dims: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Return ``dims`` by falling stride, equal ones in their order; by comparisons, as no ``sorted`` takes symbols."""
+    order: list[int] = []
+    for dim in dims:
+        place = len(order)
+        while place > 0 and strides[order[place - 1]] < strides[dim]:
+            place -= 1
+        order.insert(place, dim)
+    return tuple(order)
+
+
 def _plan_fold(shape: tuple[int, ...], stride: tuple[int, ...]) -> Fold:
     lead, lead_stride = shape[:-1], stride[:-1]
     dims = range(len(lead))
@@ -99,7 +110,7 @@ def _plan_fold(shape: tuple[int, ...], stride: tuple[int, ...]) -> Fold:
         if repeats != 1:
             distinct, num_rows = tuple(dims), num_rows * repeats
         return Fold(lead, distinct, num_rows, 1, is_view=True, is_natural=True)
-    by_stride = tuple(sorted(distinct, key=lambda d: -lead_stride[d]))
+    by_stride = _slowest_first(distinct, lead_stride)
     for order in (distinct, by_stride):
         row_stride = collapsed_stride(tuple(lead[d] for d in order), tuple(lead_stride[d] for d in order))
         if row_stride is not None and is_gemm_operand(
@@ -153,7 +164,6 @@ def _folded(tensor: torch.Tensor, fold: Fold) -> torch.Tensor:
     return keep.reshape(fold.num_rows, num_columns)
 
 
-@lru_cache(maxsize=4096)
 def _common_order(
     lead: tuple[int, ...], *, first: tuple[int, ...], second: tuple[int, ...], first_is_larger: bool
 ) -> tuple[int, ...]:
@@ -165,10 +175,18 @@ def _common_order(
         return collapsed_stride(tuple(lead[d] for d in order), tuple(strides[d] for d in order)) is not None
 
     dims = tuple(range(len(lead)))
-    by_first = tuple(sorted(dims, key=lambda d: -first[d]))
-    by_second = tuple(sorted(dims, key=lambda d: -second[d]))
+    by_first = _slowest_first(dims, first)
+    by_second = _slowest_first(dims, second)
     larger, smaller = (first, second) if first_is_larger else (second, first)
-    return max((dims, by_first, by_second), key=lambda order: 2 * collapses(order, larger) + collapses(order, smaller))
+    best, best_worth = dims, -1
+    for order in (dims, by_first, by_second):
+        worth = 2 * collapses(order, larger) + collapses(order, smaller)
+        if worth > best_worth:
+            best, best_worth = order, worth
+    return best
+
+
+_cached_order = lru_cache(maxsize=4096)(_common_order)
 
 
 def fold_pair(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,7 +208,8 @@ def fold_pair(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, 
         num_rows *= size
     if first.is_contiguous() and second.is_contiguous():
         return first.reshape(num_rows, first.shape[-1]), second.reshape(num_rows, second.shape[-1])
-    order = _common_order(
+    common_order = _common_order if torch.compiler.is_compiling() else _cached_order  # no cache can hash symbols
+    order = common_order(
         lead,
         first=first.stride()[:-1],
         second=second.stride()[:-1],

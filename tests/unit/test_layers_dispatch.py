@@ -247,6 +247,30 @@ def test_freezing_between_calls_takes_the_other_path() -> None:
     run_ranks(2, freezing_body)
 
 
+@pytest.mark.parametrize("is_frozen", [True, False], ids=["frozen", "trainable"])
+def test_one_graph_serves_sizes_and_layouts_that_change(*, is_frozen: bool) -> None:
+    config = ModelParallelConfig(params_dtype=torch.float64)
+    layer = ColumnParallelLinear(IN, OUT, config=config, init_method=torch.nn.init.normal_)
+    assert layer.weight is not None
+    layer.weight.requires_grad_(not is_frozen)
+    torch.compiler.reset()  # what other tests compiled counts towards one limit
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    inputs = [
+        seeded(S, B, IN, seed=1),
+        seeded(S + 1, B + 2, IN, seed=2),
+        seeded(B, S, IN, seed=3).transpose(0, 1),
+        seeded(1, B, IN, seed=4).expand(S, B, IN),
+    ]
+    for input_ in inputs:
+        leaves = [input_.requires_grad_(), *(p for p in layer.parameters() if p.requires_grad)]
+        output = compiled(input_)[0].transpose(0, 1)
+        expected = torch.nn.functional.linear(input_, layer.weight, layer.bias).transpose(0, 1)
+        torch.testing.assert_close(output, expected)
+        grad = seeded(*output.shape, seed=5)
+        grads, expected_grads = (torch.autograd.grad(out, leaves, grad) for out in (output, expected))
+        torch.testing.assert_close(grads, expected_grads)
+
+
 def test_input_that_needs_no_gradient_costs_none() -> None:
     layer = ColumnParallelLinear(IN, OUT, config=ModelParallelConfig(), init_method=torch.nn.init.normal_)
     assert layer.weight is not None
