@@ -112,6 +112,9 @@ def lora_parameters(model: nn.Module, *, adapter_name: str | None = None) -> lis
 def set_active_adapter(model: nn.Module, adapter_name: str | None) -> None:
     """Make one adapter the one that forward adds and that trains, or none. Layers without it run their base alone.
 
+    To be called between a backward and the next forward: as in PEFT, an adapter that is not active when the backward
+    runs gets no gradient, and a recomputed layer would compute with the one that is.
+
     Raises ConfigError where no layer has it.
     """
     if adapter_name is not None:
