@@ -1,7 +1,9 @@
-"""Autograd functions of a linear layer, one per file, each a table of its shapes and collectives."""
+"""Autograd functions of linear layers, of adapters and of the loss, each a table of its shapes and collectives."""
 
 from megatron_frozen.autograd.cross_entropy import VocabParallelCrossEntropy as VocabParallelCrossEntropy
 from megatron_frozen.autograd.frozen_linear import LinearWithFrozenWeight as LinearWithFrozenWeight
+from megatron_frozen.autograd.low_rank import AddLowRank as AddLowRank
+from megatron_frozen.autograd.low_rank import FrozenLinearWithAdapter as FrozenLinearWithAdapter
 from megatron_frozen.autograd.trainable_linear import (
     LinearWithGradAccumulationAndAsyncCommunication as LinearWithGradAccumulationAndAsyncCommunication,
 )

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from megatron_frozen import gemm
+from megatron_frozen.autograd import AddLowRank, FrozenLinearWithAdapter
 from megatron_frozen.comm import Group
 from megatron_frozen.errors import ConfigError
 from megatron_frozen.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_frozen.layers.parts import dgrad_in_fp32
 from megatron_frozen.lora.config import LoraConfig
-from megatron_frozen.lora.low_rank import AddLowRank, FrozenLinearWithAdapter
 from megatron_frozen.params import (
     KeepsMarks,
     gather_full,
