@@ -34,7 +34,7 @@ from megatron_frozen.io.safetensors_folder import INDEX_NAME, WEIGHTS_NAME
 from megatron_frozen.layers import ModelParallelConfig
 from megatron_frozen.lora import named_lora_layers
 from megatron_frozen.models import CausalLM, DecoderConfig, check_tensor_parallel
-from megatron_frozen.params import gather_full, is_sharded, set_tensor_model_parallel_attributes
+from megatron_frozen.params import gather_full, is_sharded, set_tensor_model_parallel_attributes, whole
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Tensors of older checkpoints that the configuration says again.
@@ -279,7 +279,7 @@ def _gather(weights: list[Weight], *, vocab_size: int, group: Group, keep: bool)
     sharded tensor, and one more where FSDP cut it too."""
     tensors = {}
     for weight in weights:
-        shard, dim = weight.shard(), _partition_dim(weight.parameter)
+        shard, dim = whole(weight.shard()), _partition_dim(weight.parameter)
         if dim is not None:
             set_tensor_model_parallel_attributes(shard, is_parallel=True, dim=dim, stride=1)
         full = gather_full(shard, group=group)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from megatron_frozen.checkpoint.hf_folder import Weight, write_hf_folder
 from megatron_frozen.errors import ConfigError
 from megatron_frozen.lora import LoraLinear, adapter_delta, named_lora_layers
 from megatron_frozen.models import CausalLM
+from megatron_frozen.params import whole
 
 
 def merge_adapter(
@@ -51,9 +51,7 @@ def merged(parameter: nn.Parameter, layer: LoraLinear | None, *, dtype: torch.dt
     """This rank's shard of a parameter, plus its layer's active adapter, if it has one, in `dtype`.
 
     Collectives: none, but one all-gather where FSDP cut the parameter."""
-    shard = parameter.detach()
-    if isinstance(shard, DTensor):
-        shard = shard.full_tensor()
+    shard = whole(parameter.detach())
     if layer is not None and layer.active_adapter:
         shard = shard.float() + adapter_delta(layer)
     return shard.to(dtype)

@@ -28,7 +28,7 @@ from megatron_frozen.checkpoint.shared_folder import shared_folder
 from megatron_frozen.comm import WORLD, Group, gather_objects, group_rank, group_size, on_first_rank
 from megatron_frozen.errors import CheckpointError
 from megatron_frozen.io import read_json, read_safetensors, write_json, write_safetensors
-from megatron_frozen.params import gather_full, is_sharded, set_tensor_model_parallel_attributes, shard_of
+from megatron_frozen.params import gather_full, is_sharded, set_tensor_model_parallel_attributes, shard_of, whole
 
 COMPLETE_MARK = "complete.json"
 _OPTIMIZER, _RANDOM, _STATE = "optimizer.safetensors", "random.safetensors", "state.json"
@@ -154,7 +154,7 @@ def _gather_optimizer(
 
 def _full(moment: Tensor, *, like: Tensor, group: Group) -> Tensor:
     """The full tensor of a moment, which is sharded as its parameter is, over either kind of ranks."""
-    sharded = moment.detach()
+    sharded = whole(moment.detach())
     if is_sharded(like):
         dim, stride = like.partition_dim, like.partition_stride  # pyright: ignore[reportAttributeAccessIssue]
         set_tensor_model_parallel_attributes(sharded, True, dim, stride)  # noqa: FBT003 (Megatron's signature)

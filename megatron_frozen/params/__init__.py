@@ -20,3 +20,4 @@ from megatron_frozen.params.shards import (
     set_tensor_model_parallel_attributes as set_tensor_model_parallel_attributes,
 )
 from megatron_frozen.params.shards import shard_of as shard_of
+from megatron_frozen.params.shards import whole as whole

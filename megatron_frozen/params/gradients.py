@@ -64,20 +64,35 @@ def _sum_bucket(params: list[torch.Tensor], *, group: Group) -> None:
 def grad_norm(params: Iterable[torch.Tensor], *, group: Group) -> torch.Tensor:
     """Return the 2-norm of all gradients of the trainable ``params`` as an fp32 scalar, the same on all ranks.
 
-    Shards add up over the tensor-parallel ``group``; a replica and a tied parameter count once. A DTensor's gradient
-    is summed over its own mesh first. One all-reduce. Call it after the sums over ranks."""
+    Shards add up over the tensor-parallel ``group``; a replica and a tied parameter count once. DTensors are summed
+    over their own mesh first. One all-reduce, and one for each mesh. Call it after the sums over ranks."""
     with_grad = [param for param in _trainable(params) if param.grad is not None]
     device = with_grad[0].device if with_grad else torch.device("cpu")
-    total = torch.zeros((), dtype=torch.float32, device=device)
+    sums: dict[tuple[Group, bool], torch.Tensor] = {}
     for param in with_grad:
-        assert param.grad is not None
-        wide = torch.promote_types(param.grad.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(param.grad, dtype=wide)
-        if isinstance(norm, DTensor):  # a collective of its mesh, so every rank takes part, counted or not
-            norm = norm.full_tensor()
-        if is_sharded(param) or group_rank(group) == 0:
-            total += norm * norm
+        local = _local_grad(param)
+        norm = torch.linalg.vector_norm(local, dtype=torch.promote_types(local.dtype, torch.float32))
+        place = _mesh_group(param), is_sharded(param)
+        sums[place] = sums.get(place, 0.0) + norm * norm
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    for (mesh_group, sharded), part in sums.items():
+        whole = all_reduce_(part, group=mesh_group)[0]  # of every rank, counted or not
+        if sharded or group_rank(group) == 0:
+            total += whole
     return all_reduce_(total, group=group)[0].sqrt_()
+
+
+def _mesh_group(param: torch.Tensor) -> Group:
+    """Return the group that a DTensor's parts are spread over; None for any other tensor."""
+    if not isinstance(param, DTensor):
+        return None
+    assert len(param.placements) == 1, "one group per DTensor, as FSDP over one group makes them"
+    return None if param.placements[0].is_replicate() else param.device_mesh.get_group()
+
+
+def _local_grad(param: torch.Tensor) -> torch.Tensor:
+    assert param.grad is not None
+    return param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
 
 
 def clip_grad_norm(params: Iterable[torch.Tensor], *, max_norm: float, group: Group) -> torch.Tensor:
@@ -94,8 +109,6 @@ def clip_grad_norm(params: Iterable[torch.Tensor], *, max_norm: float, group: Gr
     norm = grad_norm(params, group=group)
     scale = (max_norm / norm).clamp(max=1.0)
     for param in params:
-        if isinstance(param.grad, DTensor):
-            param.grad.mul_(float(scale))
-        elif param.grad is not None:
-            param.grad.mul_(scale)
+        if param.grad is not None:
+            _local_grad(param).mul_(scale)
     return norm

@@ -92,6 +92,11 @@ def shard_of(full: torch.Tensor, *, partition_dim: int, group: Group, stride: in
     return torch.cat(parts, dim=partition_dim) if len(parts) > 1 else parts[0].contiguous()
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor gathered over its own mesh, by one all-gather; any other tensor as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def gather_full(param: torch.Tensor, *, group: Group) -> torch.Tensor:
     """Return the full tensor of a sharded ``param`` on every rank: one all-gather; a replica as it is, detached.
 
@@ -99,9 +104,7 @@ def gather_full(param: torch.Tensor, *, group: Group) -> torch.Tensor:
 
     Raises ParallelError where a sharded parameter does not say along which dim it is cut.
     """
-    shard = param.detach()
-    if isinstance(shard, DTensor):
-        shard = shard.full_tensor()
+    shard = whole(param.detach())
     if not is_sharded(param) or group_size(group) == 1:
         return shard
     dim = getattr(param, "partition_dim", -1)

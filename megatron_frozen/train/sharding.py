@@ -40,7 +40,8 @@ def shard_over_data_parallel(model: CausalLM, *, device: torch.device, compute_d
     group = get_data_parallel_group()
     if group is None or group_size(group) == 1:
         return
-    mesh = DeviceMesh.from_group(group, device.type)
+    # Meshes are equal if ranks and names are, and torch's caches then bring up an earlier one, whose group may be gone.
+    mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=(f"data_parallel_{group.group_name}",))
     adapters = {
         factor for _, layer in named_lora_layers(model) for factor in (*layer.lora_A.values(), *layer.lora_B.values())
     }
