@@ -18,7 +18,7 @@ from megatron_frozen.models.config import DecoderConfig
 from megatron_frozen.models.documents import AttentionPlan, document_positions
 from megatron_frozen.models.mlp import MLP
 from megatron_frozen.models.norm import RMSNorm
-from megatron_frozen.models.rope import RotaryTables, rotary_tables
+from megatron_frozen.models.rope import RotaryTables, join_tables, rotary_tables
 from megatron_frozen.partition import padded_vocab_size
 
 
@@ -84,20 +84,20 @@ class Decoder(nn.Module):
         self, input_ids: Tensor, plan: AttentionPlan, position_ids: Tensor | None, *, dtype: torch.dtype
     ) -> RotaryTables:
         num_rows, seq_length = input_ids.shape
-        if position_ids is None:
-            positions, num_positions = (
-                document_positions(plan, num_rows=num_rows, seq_length=seq_length, device=input_ids.device),
-                plan.longest,
-            )
-        else:
-            positions, num_positions = position_ids.t(), 0
-            if self.config.rope.rope_type == "dynamic":  # the only type that asks, as asking stops an accelerator
-                num_positions = int(position_ids.max()) + 1
-        return rotary_tables(
-            positions,
+        tables = partial(
+            rotary_tables,
             rope=self.config.rope,
             head_dim=self.config.head_dim,
-            num_positions=num_positions,
             max_position_embeddings=self.config.max_position_embeddings,
             dtype=dtype,
         )
+        is_dynamic = self.config.rope.rope_type == "dynamic"
+        if position_ids is not None:
+            # Only the type that asks for it is told, as asking stops an accelerator.
+            return tables(position_ids.t(), num_positions=int(position_ids.max()) + 1 if is_dynamic else 0)
+        if is_dynamic and plan.lengths is not None:  # each document stretches by its own length
+            places = torch.arange(plan.longest, device=input_ids.device)[:, None]
+            by_length = {length: tables(places[:length], num_positions=length) for length in set(plan.lengths)}
+            return join_tables([by_length[length] for length in plan.lengths], num_rows=num_rows)
+        positions = document_positions(plan, num_rows=num_rows, seq_length=seq_length, device=input_ids.device)
+        return tables(positions, num_positions=plan.longest)

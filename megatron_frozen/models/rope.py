@@ -6,6 +6,7 @@ Shape suffixes: [s] sequence, [b] batch or 1, [n] heads, [d] head dim.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,15 @@ def rotary_tables(
     return RotaryTables(cos=torch.cat((cos, cos), dim=-1).to(dtype), sin=sin.to(dtype))
 
 
+def join_tables(documents: Sequence[RotaryTables], *, num_rows: int) -> RotaryTables:
+    """Return the tables [s, num_rows, 1, d] of rows packed from ``documents``, row after row; each is [s, 1, 1, d]."""
+    cos, sin = (
+        torch.cat(parts).unflatten(0, (num_rows, -1)).squeeze(2).transpose(0, 1)
+        for parts in zip(*documents, strict=True)
+    )
+    return RotaryTables(cos=cos, sin=sin)
+
+
 def inverse_frequencies(
     rope: RopeConfig,
     *,
@@ -56,8 +66,8 @@ def inverse_frequencies(
 ) -> tuple[Tensor, float]:
     """Return the fp32 radians per position [d/2] and the factor on cos and sin.
 
-    Source: transformers 5.24, modeling_rope_utils.py. ``dynamic`` depends on ``num_positions``, the longest of this
-    call, once that is above ``max_position_embeddings``; the others ignore it.
+    Source: transformers 5.24, modeling_rope_utils.py. ``dynamic`` depends on ``num_positions``, the length of the
+    sequence, once that is above ``max_position_embeddings``; the others ignore it.
     """
     base, factor = rope.rope_theta, rope.factor if rope.factor is not None else 1.0
     if rope.rope_type == "dynamic":

@@ -53,7 +53,7 @@ def test_logits_losses_and_gradients_are_those_of_transformers(variant: str) -> 
     assert_close_to(_gradients(model), expected_gradients, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("variant", ["llama", "mistral, narrow window", "qwen3"])
+@pytest.mark.parametrize("variant", ["llama", "llama dynamic rope", "mistral, narrow window", "qwen3"])
 def test_packed_documents_give_what_they_give_apart(variant: str) -> None:
     model = _model(variant)
     input_ids, labels = random_batch()
