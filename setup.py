@@ -7,8 +7,11 @@ from setuptools import find_packages, setup
 # torch has a floor and no pin: the wheel for the user's accelerator is the user's choice. NVIDIA apex is found where a
 # container brings it; it has no release on the index, and the project of that name there is another one.
 TRAIN = ["gguf", "jinja2", "matplotlib", "pyyaml", "tensorboard", "tokenizers", "tqdm"]
+# Any torch suits megatron-core, so this never moves the installed one.
+MEGATRON = ["megatron-core==0.16.1"]
 DEV = [
     *TRAIN,
+    *MEGATRON,
     "hypothesis",
     "peft",
     "pyright[nodejs]",
@@ -30,8 +33,7 @@ setup(
     install_requires=["torch>=2.8", "numpy", "safetensors"],
     extras_require={
         "train": TRAIN,
-        # Any torch suits megatron-core, so this never moves the installed one.
-        "megatron": ["megatron-core==0.16.1"],
+        "megatron": MEGATRON,
         "te": ["transformer-engine[pytorch]"],
         "dev": DEV,
     },

@@ -19,6 +19,7 @@ from megatron_frozen.autograd import (
 from megatron_frozen.autograd.cross_entropy import IGNORED_TARGET
 from megatron_frozen.comm.groups import Group, chosen_group, group_size
 from megatron_frozen.errors import ConfigError, LayoutError
+from megatron_frozen.main_grad import check_product, graph_target
 
 
 def _operands(
@@ -98,6 +99,7 @@ def linear_with_frozen_weight(
         sequence_parallel=sequence_parallel,
         async_grad_allreduce=async_grad_allreduce,
     )
+    check_product(weight)
     return LinearWithFrozenWeight.apply(
         *_operands(input, weight, bias),
         allreduce,
@@ -138,12 +140,14 @@ def linear_with_grad_accumulation_and_async_allreduce(
         sequence_parallel=sequence_parallel,
         async_grad_allreduce=async_grad_allreduce,
     )
+    check_product(weight, is_put_off=grad_output_buffer is not None)
     input, cast_weight, bias = _operands(input, weight, bias)
     if gradient_accumulation_fusion and cast_weight is not weight:
         raise ConfigError(
             f"gradient_accumulation_fusion is on for a {weight.dtype} weight and autocast to {cast_weight.dtype}: the "
             f"cast copy has no main_grad, so keep the weight in {cast_weight.dtype} or turn one of the two off"
         )
+    is_traced = torch.compiler.is_compiling() and gradient_accumulation_fusion and weight.requires_grad
     return LinearWithGradAccumulationAndAsyncCommunication.apply(
         input,
         cast_weight,
@@ -156,6 +160,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
         group,
         dgrad_in_fp32 or environment.switch(environment.LINEAR_DGRAD_FP32),
         allreduce_dgrad_in_fp32 or environment.switch(environment.DGRAD_ALLREDUCE_FP32),
+        graph_target(weight) if is_traced else None,
     )
 
 

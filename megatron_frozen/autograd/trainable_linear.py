@@ -15,8 +15,8 @@ from megatron_frozen.autograd.dgrad import DgradPlan, start_dgrad
 from megatron_frozen.autograd.grad_dtype import kept_grad_dtype
 from megatron_frozen.comm import all_gather
 from megatron_frozen.comm.groups import Group
-from megatron_frozen.layout import Fold, fold_leading, fold_pair
-from megatron_frozen.main_grad import deliver_weight_gradient
+from megatron_frozen.layout import Fold, fold_leading
+from megatron_frozen.main_grad import GraphTarget, deliver_in_graph, deliver_weight_gradient
 
 
 class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
@@ -52,9 +52,11 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
         tp_group: Group,
         dgrad_in_fp32: bool = False,  # noqa: FBT001, FBT002 - apply takes no keywords
         allreduce_dgrad_in_fp32: bool = False,  # noqa: FBT001, FBT002
+        graph_target: GraphTarget | None = None,
     ) -> torch.Tensor:
         """Return Y; see the class."""
         ctx.save_for_backward(input, weight)
+        ctx.graph_target = graph_target  # not saved: a second use of the weight may write before this one's backward
         ctx.weight = weight if gradient_accumulation_fusion else None
         ctx.weight_grad_dtype = kept_grad_dtype(weight)
         ctx.bias_grad_dtype = None if bias is None else kept_grad_dtype(bias)
@@ -87,7 +89,7 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
             gathering.wait()
         grad_weight = _weight_gradient(ctx, grad_RO, fold, input) if computes_weight else None
         grad_bias = _bias_gradient(ctx, grad_RO, fold) if needs_bias else None
-        return finish() if finish else None, grad_weight, grad_bias, *[None] * 8
+        return finish() if finish else None, grad_weight, grad_bias, *[None] * 9
 
 
 def _put_off(ctx: Any, grad_output: torch.Tensor) -> bool:
@@ -102,9 +104,9 @@ def _put_off(ctx: Any, grad_output: torch.Tensor) -> bool:
 def _weight_gradient(ctx: Any, grad_RO: torch.Tensor, fold: Fold, total_input: torch.Tensor) -> torch.Tensor | None:
     # Unfolding the folded matrix, not dY itself, so that what the fold had to copy is not copied again.
     grad_output = fold.unfold(grad_RO)
-    if ctx.weight is not None:
-        return deliver_weight_gradient(ctx.weight, grad_output, total_input)
-    return gemm.wgrad(*fold_pair(grad_output, total_input), dtype=ctx.weight_grad_dtype)
+    if ctx.graph_target is not None:
+        return deliver_in_graph(ctx.graph_target, grad_output, total_input)
+    return deliver_weight_gradient(ctx.weight, grad_output, total_input, grad_dtype=ctx.weight_grad_dtype)
 
 
 def _bias_gradient(ctx: Any, grad_RO: torch.Tensor, fold: Fold) -> torch.Tensor:

@@ -18,6 +18,7 @@ from megatron_frozen.layers.parts import (
     new_bias,
     new_weight,
 )
+from megatron_frozen.main_grad import name_parameters
 from megatron_frozen.params import KeepsMarks, set_tensor_model_parallel_attributes
 from megatron_frozen.params.shards import InitMethod
 from megatron_frozen.partition import divide
@@ -67,7 +68,7 @@ class ColumnParallelLinear(KeepsMarks):
         name: str | None = None,
         pg_collection: Any = None,
     ) -> None:
-        """Create the layer; tp_comm_buffer_name and name are taken and not used."""
+        """Create the layer; tp_comm_buffer_name is taken and not used, name is what messages call the weight by."""
         super().__init__()
         self.input_size, self.output_size = input_size, output_size
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
@@ -100,6 +101,8 @@ class ColumnParallelLinear(KeepsMarks):
             set_tensor_model_parallel_attributes(self.bias, is_parallel=True, dim=0, stride=stride)
         for param in self.parameters():
             param.allreduce = not (is_expert and self.expert_parallel)  # pyright: ignore[reportAttributeAccessIssue]
+        if name is not None:
+            name_parameters(self, prefix=name)
         self.register_load_state_dict_pre_hook(drop_extra_state)
 
     def forward(
@@ -114,8 +117,6 @@ class ColumnParallelLinear(KeepsMarks):
         # Only the head gets a buffer, and a frozen one has nothing to put off.
         defers = self.config.defer_embedding_wgrad_compute and inputs is not None and weight.requires_grad
         limit = self.config.wgrad_deferral_limit if defers else None
-        if inputs is not None and defers and (not limit or len(inputs) < limit):
-            inputs.append(input_)
         output_parallel = frozen_or_trainable_linear(
             input_,
             weight,
@@ -127,6 +128,8 @@ class ColumnParallelLinear(KeepsMarks):
             wgrad_deferral_limit=limit,
             tp_group=self.tp_group,
         )
+        if inputs is not None and defers and (not limit or len(inputs) < limit):
+            inputs.append(input_)
         return self._leave(output_parallel, runtime_gather_output)
 
     def enter_parallel(self, input_: torch.Tensor) -> torch.Tensor:

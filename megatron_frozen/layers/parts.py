@@ -14,6 +14,7 @@ from megatron_frozen.comm import (
     gather_from_sequence_parallel_region,
 )
 from megatron_frozen.functional import linear_with_frozen_weight, linear_with_grad_accumulation_and_async_allreduce
+from megatron_frozen.main_grad import introduce
 from megatron_frozen.params import init_shard_, set_tensor_model_parallel_attributes
 from megatron_frozen.params.shards import InitMethod
 
@@ -43,6 +44,7 @@ def new_weight(
 ) -> tuple[torch.nn.Parameter, torch.Tensor | None]:
     """Return a weight shard and, where it was initialised, the full fp32 tensor it was cut from."""
     weight = new_parameter(*shape, config=config)
+    introduce(weight)
     set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=partition_dim, stride=stride)
     if not config.perform_initialization or weight.is_meta:
         return weight, None

@@ -20,6 +20,7 @@ from megatron_frozen.layers.parts import (
     new_bias,
     new_weight,
 )
+from megatron_frozen.main_grad import name_parameters
 from megatron_frozen.params import KeepsMarks, mark_partial_grad
 from megatron_frozen.params.shards import InitMethod
 from megatron_frozen.partition import divide
@@ -66,7 +67,7 @@ class RowParallelLinear(KeepsMarks):
         name: str | None = None,
         pg_collection: Any = None,
     ) -> None:
-        """Create the layer; tp_comm_buffer_name and name are taken and not used."""
+        """Create the layer; tp_comm_buffer_name is taken and not used, name is what messages call the weight by."""
         super().__init__()
         if config.sequence_parallel and not input_is_parallel:
             raise ConfigError(
@@ -97,6 +98,8 @@ class RowParallelLinear(KeepsMarks):
             mark_partial_grad(self.bias)
         for param in self.parameters():
             param.allreduce = not (is_expert and self.expert_parallel)  # pyright: ignore[reportAttributeAccessIssue]
+        if name is not None:
+            name_parameters(self, prefix=name)
         self.register_load_state_dict_pre_hook(drop_extra_state)
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

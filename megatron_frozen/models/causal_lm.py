@@ -18,6 +18,7 @@ from megatron_frozen.errors import LayoutError
 from megatron_frozen.functional import checked_cross_entropy
 from megatron_frozen.layers import ColumnParallelLinear, ModelParallelConfig
 from megatron_frozen.layout import fold_leading
+from megatron_frozen.main_grad import name_parameters
 from megatron_frozen.models.config import DecoderConfig, check_tensor_parallel
 from megatron_frozen.models.decoder import Decoder
 from megatron_frozen.models.documents import DocumentLengths, plan_attention
@@ -64,6 +65,7 @@ class CausalLM(nn.Module):
             disable_grad_reduce=True,  # enter_tensor_parallel does it
             tp_group=self.tp_group,
         )
+        name_parameters(self)
 
     def forward(
         self,
@@ -161,8 +163,9 @@ class _SilencePadding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, num_real: int) -> Tensor:
         ctx.num_real = num_real
+        # Not marked as written into, which autograd refuses for the view that a backward hook on the head makes.
+        logits = logits.detach()
         logits[..., num_real:] = torch.finfo(logits.dtype).min
-        ctx.mark_dirty(logits)
         return logits
 
     @staticmethod

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from megatron_frozen.comm import all_gather
 from megatron_frozen.comm.groups import Group, chosen_group, group_rank, group_size
 from megatron_frozen.errors import ParallelError
+from megatron_frozen.main_grad import hand_over
 from megatron_frozen.partition import divide, stride_pieces
 
 InitMethod = Callable[[torch.Tensor], Any]
@@ -52,9 +53,13 @@ def marks_kept(params: Mapping[str, torch.nn.Parameter | None]) -> Iterator[None
     before = dict(params)
     yield
     for name, param in params.items():
+        old = before[name]
+        if old is None or param is None or param is old:
+            continue
         for mark in _MARKS:
-            if param is not before[name] and hasattr(before[name], mark):
-                setattr(param, mark, getattr(before[name], mark))
+            if hasattr(old, mark):
+                setattr(param, mark, getattr(old, mark))
+        hand_over(old, param)
 
 
 def is_sharded(param: torch.Tensor) -> bool:

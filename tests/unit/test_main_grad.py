@@ -8,12 +8,16 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_frozen import ColumnParallelLinear, ModelParallelConfig
-from megatron_frozen.errors import ConfigError
-from megatron_frozen.main_grad import deliver_weight_gradient
+from megatron_frozen import CausalLM, ColumnParallelLinear, DecoderConfig, ModelParallelConfig, RowParallelLinear
+from megatron_frozen.errors import ConfigError, LayoutError
+from megatron_frozen.main_grad import deliver_weight_gradient, described, name_parameters
 from megatron_frozen.testing import relative_error
 
 IN, OUT = 7, 5
+TINY = {
+    "model_type": "llama", "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "vocab_size": 16, "max_position_embeddings": 8,
+}  # fmt: skip
 
 
 def weight(dtype: torch.dtype = torch.float32, **attributes: Any) -> torch.nn.Parameter:
@@ -23,9 +27,9 @@ def weight(dtype: torch.dtype = torch.float32, **attributes: Any) -> torch.nn.Pa
     return parameter
 
 
-def layer(**settings: Any) -> ColumnParallelLinear:
+def layer(*, bias: bool = True, **settings: Any) -> ColumnParallelLinear:
     config = ModelParallelConfig(gradient_accumulation_fusion=True, **settings)
-    return ColumnParallelLinear(IN, OUT, config=config, init_method=torch.nn.init.normal_)
+    return ColumnParallelLinear(IN, OUT, config=config, init_method=torch.nn.init.normal_, bias=bias)
 
 
 def weight_of(module: ColumnParallelLinear) -> Any:
@@ -62,20 +66,68 @@ def test_without_the_flag_nothing_is_returned_and_no_flag_appears() -> None:
 
 @pytest.mark.parametrize("attributes", [{}, {"main_grad": None}], ids=["absent", "None"])
 def test_a_missing_buffer_is_named(attributes: dict[str, Any]) -> None:
-    """Case 14, second half."""
-    message = r"gradient_accumulation_fusion is on but a trainable weight of shape \[5, 7\] has no main_grad"
+    """Case 14, second half: the message names the parameter, and nothing is written or flagged before it."""
     parameter = weight(grad_added_to_main_grad=False, **attributes)
-    with pytest.raises(ConfigError, match=message):
-        deliver_weight_gradient(parameter, torch.ones(4, OUT), torch.ones(4, IN))
+    operands = torch.ones(4, OUT), torch.ones(4, IN)
+    with pytest.raises(ConfigError, match=r"but a weight of shape \[5, 7\] trains and has neither a main_grad buffer"):
+        deliver_weight_gradient(parameter, *operands)
+    name_parameters(torch.nn.ModuleDict({"head": torch.nn.ParameterList([parameter])}), prefix="model")
+    with pytest.raises(ConfigError, match=r"but weight 'model.head.0' of shape \[5, 7\] trains and has neither"):
+        deliver_weight_gradient(parameter, *operands)
     assert parameter.grad_added_to_main_grad is False  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_megatron_fsdp_is_refused_before_writing() -> None:
-    buffer = torch.zeros(OUT, IN)
-    parameter = weight(main_grad=buffer, __fsdp_param__=True, grad_added_to_main_grad=False)
-    with pytest.raises(ConfigError, match="gradient_accumulation_fusion is on under Megatron-FSDP, which this version"):
+def test_layers_and_models_name_their_weights() -> None:
+    config = ModelParallelConfig()
+    linear = ColumnParallelLinear(IN, OUT, config=config, init_method=torch.nn.init.zeros_, name="decoder.0.fc1")
+    assert linear.weight is not None
+    assert described(linear.weight) == "weight 'decoder.0.fc1.weight' of shape [5, 7]"
+    row = RowParallelLinear(
+        IN,
+        OUT,
+        config=config,
+        init_method=torch.nn.init.zeros_,
+        bias=True,
+        input_is_parallel=True,
+        skip_bias_add=False,
+        name="fc2",
+    )
+    assert described(row.weight) == "weight 'fc2.weight' of shape [5, 7]"
+    model = CausalLM(DecoderConfig.from_hf(TINY), parallel=config)
+    names = {described(parameter).split("'")[1] for parameter in model.parameters()}
+    assert names == {name for name, _ in model.named_parameters()}
+
+
+def test_a_buffer_of_integers_is_refused() -> None:
+    """Case 9."""
+    buffer = torch.zeros(OUT, IN, dtype=torch.int32)
+    parameter = weight(main_grad=buffer, grad_added_to_main_grad=False)
+    with pytest.raises(LayoutError, match=r"main_grad has dtype torch\.int32; give a floating-point buffer"):
         deliver_weight_gradient(parameter, torch.ones(4, OUT), torch.ones(4, IN))
     assert not buffer.any()
+    assert parameter.grad_added_to_main_grad is False  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+def test_overwriting_clears_what_was_there_but_not_an_earlier_use(uses: int) -> None:
+    """Case 11 (c), and (d) with it: without a flag attribute too, a second use in one backward is added."""
+    fused = layer(bias=False)
+    parameter = weight_of(fused)
+    parameter.main_grad, parameter.overwrite_main_grad = torch.full((OUT, IN), torch.nan), True
+    for _ in range(2):  # a second backward overwrites again
+        inputs = [torch.randn(4, 1, IN) for _ in range(uses)]
+        torch.stack([fused(x)[0].sum() for x in inputs]).sum().backward()
+        expected = sum(wgrad_of(torch.ones(4, 1, OUT), x) for x in inputs)
+        assert relative_error(parameter.main_grad, torch.as_tensor(expected)) < 1e-6
+        assert parameter.grad is None
+
+
+def test_a_parameter_put_in_its_place_is_known_as_the_old_one() -> None:
+    linear = ColumnParallelLinear(IN, OUT, config=ModelParallelConfig(), init_method=torch.nn.init.zeros_, name="fc1")
+    before = weight_of(linear)
+    linear.load_state_dict({name: value.clone() for name, value in linear.state_dict().items()}, assign=True)
+    assert weight_of(linear) is not before
+    assert described(weight_of(linear)) == "weight 'fc1.weight' of shape [5, 7]"
 
 
 def test_layer_accumulates_micro_batches_exactly() -> None:

@@ -1,0 +1,157 @@
+"""Training steps under megatron-core's own DistributedDataParallel, run on each rank of the pool.
+
+Operands are small whole numbers, so fp32 sums of their products are exact and bf16 ones are not.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_frozen import ColumnParallelLinear, ModelParallelConfig, RowParallelLinear, VocabParallelEmbedding
+
+HIDDEN, WIDE, VOCAB, SEQUENCE, BATCH = 16, 24, 24, 48, 4
+MICRO_BATCHES, STEPS = 3, 2
+
+# (module, input, gradient of the output) of each call, in the order of the backward
+Calls = list[tuple[nn.Module, Tensor, Tensor]]
+
+
+@contextmanager
+def megatron_on_cpu() -> Iterator[None]:
+    """Set up megatron-core's groups. It asks CUDA for the device wherever it runs; nothing else needs replacing."""
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore")  # of Transformer Engine and apex being absent
+        patch.setattr(torch.cuda, "current_device", lambda: "cpu")
+        from megatron.core import parallel_state
+
+        parallel_state.initialize_model_parallel()
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+def whole_numbers(*shape: int, seed: int, limit: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-limit, limit + 1, shape, generator=generator).to(torch.bfloat16)
+
+
+def _fill(weight: Tensor) -> None:
+    weight.copy_(whole_numbers(*weight.shape, seed=sum(weight.shape), limit=2))
+
+
+class Untied(nn.Module):
+    """A column and a row layer."""
+
+    def __init__(self, config: ModelParallelConfig) -> None:
+        super().__init__()
+        self.first = ColumnParallelLinear(HIDDEN, WIDE, config=config, init_method=_fill, bias=False)
+        self.second = RowParallelLinear(
+            WIDE, HIDDEN, config=config, init_method=_fill, bias=False, input_is_parallel=True, skip_bias_add=False
+        )
+
+    def forward(self, input_: Tensor) -> Tensor:
+        return self.second(self.first(input_)[0])[0]
+
+    def random_input(self, seed: int) -> Tensor:
+        return whole_numbers(SEQUENCE, BATCH, HIDDEN, seed=seed, limit=4)
+
+
+class Tied(nn.Module):
+    """An embedding and a head over one weight, marked as Megatron's LanguageModule marks it."""
+
+    def __init__(self, config: ModelParallelConfig) -> None:
+        super().__init__()
+        self.embedding = VocabParallelEmbedding(VOCAB, HIDDEN, config=config, init_method=_fill)
+        weight: Any = self.embedding.weight
+        weight.zero_out_wgrad = True
+        self.head = ColumnParallelLinear(
+            HIDDEN, VOCAB, config=config, init_method=_fill, bias=False, skip_weight_param_allocation=True
+        )
+
+    def forward(self, input_: Tensor) -> Tensor:
+        return self.head(self.embedding(input_), weight=self.embedding.weight)[0]
+
+    def random_input(self, seed: int) -> Tensor:
+        # Each id a few times only: the embedding's own gradient, which DDP adds, is summed in bf16.
+        return torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed)).view(VOCAB, 1)
+
+
+def _watch(model: nn.Module) -> Calls:
+    """Record what each layer multiplies."""
+    calls: Calls = []
+
+    def after(module: nn.Module, inputs: tuple[Tensor, ...], outputs: Any) -> None:
+        output = outputs[0] if isinstance(outputs, tuple) else outputs
+        output.register_hook(lambda grad: calls.append((module, inputs[0].detach(), grad)))
+
+    for module in model.children():
+        module.register_forward_hook(after)
+    return calls
+
+
+def _exact(model: nn.Module, calls: Calls) -> dict[str, Tensor]:
+    """The weight gradients of the recorded calls, in fp64."""
+    totals = {name: torch.zeros(parameter.shape, dtype=torch.float64) for name, parameter in model.named_parameters()}
+    for module, input_, grad in calls:
+        rows = grad.double().reshape(-1, grad.shape[-1])
+        if isinstance(model, Tied):
+            total = totals["embedding.weight"]
+        else:
+            total = totals["first.weight" if module is model.first else "second.weight"]
+        if input_.is_floating_point():
+            total += rows.t() @ input_.double().reshape(-1, input_.shape[-1])
+        else:
+            total.index_add_(0, input_.reshape(-1), rows)
+    return totals
+
+
+def train(rank: int, world_size: int, kind: type[nn.Module], options: dict[str, bool]) -> dict[str, float]:
+    """Run two steps of three micro-batches; return the largest error of each averaged main_grad of the last step.
+
+    options: fusion; overlap of the reduction with the backward.
+    """
+    with megatron_on_cpu():
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.transformer import TransformerConfig
+
+        config = ModelParallelConfig(gradient_accumulation_fusion=options["fusion"], params_dtype=torch.bfloat16)
+        model: Any = kind(config)
+        calls = _watch(model)
+        wrapped = DistributedDataParallel(
+            TransformerConfig(num_layers=1, hidden_size=HIDDEN, num_attention_heads=1),
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, overlap_grad_reduce=options["overlap"], bucket_size=HIDDEN * WIDE
+            ),
+            model,
+        )
+        for step in range(STEPS):
+            calls.clear()
+            wrapped.zero_grad_buffer()
+            for micro_batch in range(MICRO_BATCHES):
+                seed = 100 * rank + 10 * step + micro_batch
+                is_last = micro_batch == MICRO_BATCHES - 1
+                with nullcontext() if is_last else wrapped.no_sync():
+                    output = wrapped(model.random_input(seed))
+                    output.backward(whole_numbers(*output.shape, seed=1000 + seed, limit=32))
+            wrapped.finish_grad_sync()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        return _errors(model, calls, world_size=world_size)
+
+
+def _errors(model: nn.Module, calls: Calls, *, world_size: int) -> dict[str, float]:
+    errors = {}
+    for name, total in _exact(model, calls).items():
+        torch.distributed.all_reduce(total)
+        main_grad = model.get_parameter(name).main_grad  # pyright: ignore[reportAttributeAccessIssue]
+        assert main_grad.dtype == torch.float32
+        expected = total / world_size
+        errors[name] = ((main_grad.double() - expected).abs().max() / expected.abs().max()).item()
+    return errors
