@@ -57,8 +57,7 @@ def console_main() -> None:
 
 def _fail(message: str, *, code: int) -> int:
     """Say `message` once: the other ranks leave it to the first one, whose end makes torchrun end them too."""
-    rank, _, _ = launched_rank()
-    if rank:
+    if _rank_and_world_size()[0]:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
         time.sleep(_FIRST_RANK_SPEAKS_S)
     _say(message)
@@ -66,9 +65,17 @@ def _fail(message: str, *, code: int) -> int:
 
 
 def _say(message: str) -> None:
-    rank, world_size, _ = launched_rank()
+    rank, world_size = _rank_and_world_size()
     where = f" (rank {rank})" if world_size > 1 else ""
     print(f"megatron-frozen{where}: error: {message}", file=sys.stderr, flush=True)
+
+
+def _rank_and_world_size() -> tuple[int, int]:
+    """Of the process that has something to say, which may be that these variables are wrong."""
+    try:
+        return launched_rank()[:2]
+    except ConfigError:
+        return 0, 1
 
 
 def _parser() -> argparse.ArgumentParser:

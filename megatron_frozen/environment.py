@@ -27,15 +27,30 @@ def text(name: str) -> str | None:
 
 
 def launched_rank() -> tuple[int, int, int]:
-    """Return ``(rank, world_size, local_rank)`` as torchrun sets them; ``(0, 1, 0)`` without torchrun."""
-    return _number("RANK", default=0), _number("WORLD_SIZE", default=1), _number("LOCAL_RANK", default=0)
+    """Return ``(rank, world_size, local_rank)`` as torchrun sets them; ``(0, 1, 0)`` without torchrun.
+
+    ConfigError if the variables are there in part only, or contradict each other.
+    """
+    rank, world_size = _number("RANK", default=0), _number("WORLD_SIZE", default=1)
+    if not rank < world_size:
+        raise ConfigError(
+            f"environment variable RANK is {rank} and WORLD_SIZE {world_size}; a rank is below the number of ranks, "
+            "so leave both to torchrun, or unset them"
+        )
+    if world_size > 1 and "RANK" not in os.environ:
+        raise ConfigError(
+            f"environment variable WORLD_SIZE is {world_size} and RANK is not set; "
+            "start the ranks with torchrun, which sets both, or unset WORLD_SIZE"
+        )
+    return rank, world_size, _number("LOCAL_RANK", default=0)
 
 
 def _number(name: str, *, default: int) -> int:
     value = os.environ.get(name, str(default))
     if not value.isdecimal():
         raise ConfigError(
-            f"environment variable {name} is '{value}'; it takes a whole number, which torchrun sets, so leave it to that"
+            f"environment variable {name} is '{value}'; it takes a whole number, "
+            "which torchrun sets, so leave it to that"
         )
     return int(value)
 

@@ -6,7 +6,7 @@ One checkpoint is a folder `step_00000010` with
 |---|---|
 | `adapter/` or `model/` | the trainable parameters: a PEFT adapter, or with full fine-tuning a Hugging Face folder |
 | `optimizer.safetensors` | AdamW's moments (full tensors) and step counters by parameter name |
-| `random.safetensors` | the state of torch's generators, per rank |
+| `random.safetensors` | the state of torch's generators, per data-parallel rank: tensor-parallel ones have the same |
 | `state.json` | step, place in the data, and whatever else the job wants to know again |
 | `complete.json` | the size of every other file; written last |
 
@@ -25,7 +25,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megatron_frozen.checkpoint.shared_folder import shared_folder
-from megatron_frozen.comm import WORLD, Group, gather_objects, group_rank, group_size, on_first_rank
+from megatron_frozen.comm import (
+    Group,
+    gather_objects,
+    get_data_parallel_rank,
+    get_data_parallel_world_size,
+    group_rank,
+    group_size,
+    on_first_rank,
+)
 from megatron_frozen.errors import CheckpointError
 from megatron_frozen.io import read_json, read_safetensors, write_json, write_safetensors
 from megatron_frozen.params import gather_full, is_sharded, set_tensor_model_parallel_attributes, shard_of, whole
@@ -57,7 +65,7 @@ def save_checkpoint(
     """
     moments = _gather_optimizer(parameters, optimizer, group=group)
     random_states: dict[str, Tensor] = {}
-    for rank, kinds in enumerate(gather_objects(_random_state())):
+    for rank, kinds in gather_objects((get_data_parallel_rank(), _random_state())):
         random_states.update({f"rank_{rank}.{kind}": value for kind, value in kinds.items()})
     with shared_folder(folder, replace=True) as temporary:
         save_model(temporary)
@@ -84,14 +92,23 @@ def newest_complete(checkpoints: Path) -> tuple[Path | None, list[Path]]:
 def is_complete(folder: Path) -> bool:
     """Whether the checkpoint has its mark and every file that the mark names, in its full size."""
     try:
-        return read_json(folder / COMPLETE_MARK) == _sizes(folder)
+        marked = read_json(folder / COMPLETE_MARK)
     except CheckpointError:
         return False
+    # Not equality: a file that somebody laid beside them does no harm.
+    return bool(marked) and marked.items() <= _sizes(folder).items()
 
 
 def prune(checkpoints: Path, *, keep: int) -> None:
-    """Delete all but the `keep` newest checkpoints in the folder `checkpoints`. One rank calls it."""
-    for folder in _by_step(checkpoints)[keep:]:
+    """Delete all but the `keep` newest complete checkpoints in the folder `checkpoints`. One rank calls it.
+
+    A folder that is not complete counts for nothing: one with a high number must not push out those that can be used.
+    """
+    folders = _by_step(checkpoints)
+    complete = [folder for folder in folders if is_complete(folder)]
+    if len(complete) < keep:
+        return
+    for folder in folders[folders.index(complete[keep - 1]) + 1 :]:
         (folder / COMPLETE_MARK).unlink(missing_ok=True)  # first, so that half a deletion is no checkpoint
         shutil.rmtree(folder)
 
@@ -126,11 +143,11 @@ def load_optimizer(
 
 
 def load_random_state(folder: Path) -> bool:
-    """Restore this rank's random state; False, and nothing done, if the checkpoint is of another number of ranks."""
+    """Restore this rank's random state; False, and nothing done, if it is of another number of data-parallel ranks."""
     saved = read_safetensors(folder / _RANDOM)
-    if len(saved) != group_size(WORLD) * len(_random_state()):
+    if len(saved) != get_data_parallel_world_size() * len(_random_state()):
         return False
-    rank = group_rank(WORLD)
+    rank = get_data_parallel_rank()
     torch.set_rng_state(saved[f"rank_{rank}.cpu"])
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(saved[f"rank_{rank}.cuda"])

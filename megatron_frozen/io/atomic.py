@@ -65,12 +65,19 @@ def atomic_folder(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 @contextmanager
-def exclusive_lock(folder: Path) -> Iterator[None]:
-    """Let one process at a time run the body: a lock on the folder itself, which dies with its holder."""
+def exclusive_lock(folder: Path, *, wait: bool = True) -> Iterator[None]:
+    """Let one process at a time run the body: a lock on the folder itself, which dies with its holder.
+
+    BlockingIOError if another one has it and `wait` is false.
+    """
     lock = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # a file system without locks: the atomic renames keep the result whole all the same
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise
+        except OSError:
+            pass  # a file system without locks: the atomic renames keep the result whole all the same
         yield
     finally:
         os.close(lock)

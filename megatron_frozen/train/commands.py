@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 import torch
@@ -29,8 +30,12 @@ _TIMEOUT_S = 600.0
 
 def answer_prompt(given: argparse.Namespace) -> None:
     """Print the model's answer to `given.prompt`, and with `given.adapter` the adapted one's after it."""
-    if given.temperature < 0:
+    if not 0 <= given.temperature < math.inf:
         raise ConfigError(f"--temperature is {given.temperature}; give 0 (the likeliest answer) or a number above it")
+    if not 0 <= given.seed < 2**63:
+        raise ConfigError(f"--seed is {given.seed}; give a whole number from 0 up to 2**63 - 1")
+    if any("\ud800" <= char <= "\udfff" for char in given.prompt):
+        raise ConfigError("--prompt is not UTF-8 text; give it in UTF-8")
     _, world_size, _ = launched_rank()
     check_model_folder(given.model, tensor_model_parallel_size=world_size)
     with parallel_ranks(tensor_model_parallel_size=world_size, timeout_s=_TIMEOUT_S) as device:
@@ -38,6 +43,8 @@ def answer_prompt(given: argparse.Namespace) -> None:
         with together(doing="reading the prompt"):
             tokenizer = load_tokenizer(folder)
             prompt_ids = encode_prompt(question_row(given.prompt, tokenizer), tokenizer)
+            if not prompt_ids:
+                raise ConfigError("--prompt is empty and this model has no token to start from; give some text")
         model = _load(folder, given, device=device)
 
         def answer() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,10 @@ _AT_LEAST = {
     "seed": 0, "distributed_timeout_s": 1, "sample_max_new_tokens": 0, "learning_rate": 0.0, "weight_decay": 0.0,
     "adam_epsilon": 0.0, "max_grad_norm": 0.0, "min_learning_rate_ratio": 0.0, "adam_beta1": 0.0, "adam_beta2": 0.0,
 }  # fmt: skip
-_BELOW = {"adam_beta1": 1.0, "adam_beta2": 1.0}
+_BELOW = {
+    "adam_beta1": 1.0, "adam_beta2": 1.0, "learning_rate": math.inf, "weight_decay": math.inf,
+    "adam_epsilon": math.inf, "seed": 2**40, "distributed_timeout_s": 10**8,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +113,10 @@ class TrainConfig:
         if self.min_learning_rate_ratio > 1.0:
             raise ConfigError(
                 f"the config key 'min_learning_rate_ratio' is {self.min_learning_rate_ratio}; give a number from 0 to 1"
+            )
+        if self.adam_epsilon == 0.0:
+            raise ConfigError(
+                "the config key 'adam_epsilon' is 0, which makes 0 / 0 of a gradient that is zero; give 1e-8"
             )
         if self.max_grad_norm == 0.0:
             raise ConfigError("the config key 'max_grad_norm' is 0, which stops all learning; null means no clipping")

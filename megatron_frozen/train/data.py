@@ -128,7 +128,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def _parse(line: bytes, *, where: str) -> Row:
     try:
-        values = json.loads(line.decode("utf-8"))
+        values = json.loads(line.decode("utf-8"), object_pairs_hook=_object)
         json.dumps(values, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
         raise _BadLineError("not UTF-8", f"not valid UTF-8 at byte {error.start + 1} of the line") from error
@@ -145,6 +145,14 @@ def _parse(line: bytes, *, where: str) -> Row:
         prompt, completion = _text(values["prompt"], name="prompt"), _text(values["completion"], name="completion")
         return PromptRow(where=where, prompt=prompt, completion=_answer(completion))
     return TextRow(where=where, text=_answer(_text(values["text"], name="text")))
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        key = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise _BadLineError("a key twice", f"the key '{key}' is given twice in one object; keep one")
+    return values
 
 
 def _form(values: Mapping[str, Any]) -> str:

@@ -42,7 +42,15 @@ from megatron_frozen.train.dataset import Dataset, load_dataset
 from megatron_frozen.train.evaluate import evaluate
 from megatron_frozen.train.launch import parallel_ranks
 from megatron_frozen.train.reports import Reports
-from megatron_frozen.train.run_folder import CHECKPOINTS, Start, begin, find_start, identity, print_summary
+from megatron_frozen.train.run_folder import (
+    CHECKPOINTS,
+    FolderClaim,
+    Start,
+    begin,
+    find_start,
+    identity,
+    print_summary,
+)
 from megatron_frozen.train.sample import Sample, answer, choose_sample
 from megatron_frozen.train.schema import DTYPES
 from megatron_frozen.train.sharding import is_cut, shard_over_data_parallel
@@ -57,15 +65,22 @@ def train(config: TrainConfig) -> None:
     """
     check_inputs(config)
     check_world(config, world_size=launched_rank()[1])
-    with parallel_ranks(
+    claim = FolderClaim(config.output_dir)
+
+    def look() -> Start:
+        claim.take()
+        return find_start(config)
+
+    ranks = parallel_ranks(
         tensor_model_parallel_size=config.tensor_model_parallel_size, timeout_s=config.distributed_timeout_s
-    ) as device:
-        start = on_first_rank(lambda: find_start(config), doing="reading output_dir")
+    )
+    with contextlib.closing(claim), ranks as device:
+        start = on_first_rank(look, doing="reading output_dir")
         if group_rank(WORLD) == 0:
             for message in start.messages:
                 print(message, flush=True)
         if start.summary is None:
-            _Job(config, start=start, device=device).run()
+            _Job(config, start=start, device=device, claim=claim).run()
         elif group_rank(WORLD) == 0:
             print("this run is finished; raise max_steps to go on, or give another output_dir for another run")
             print_summary(start.summary)
@@ -81,7 +96,7 @@ def model_folder(model: str) -> Path:
 class _Job:
     """A run between its start and its end."""
 
-    def __init__(self, config: TrainConfig, *, start: Start, device: torch.device) -> None:
+    def __init__(self, config: TrainConfig, *, start: Start, device: torch.device, claim: FolderClaim) -> None:
         self.config, self.device = config, device
         self.folder = Path(config.output_dir)
         self.source_folder = model_folder(config.model)
@@ -100,7 +115,12 @@ class _Job:
         torch.manual_seed(config.seed + get_data_parallel_rank())
         if start.resume_from is not None:
             self._resume(start.resume_from)
-        on_first_rank(lambda: begin(config), doing="writing output_dir")
+
+        def mark() -> None:
+            begin(config)
+            claim.take()  # a folder that is new can only be held now
+
+        on_first_rank(mark, doing="writing output_dir")
         self.reports = Reports(config, first_step=self.trainer.step, resumed=start.resume_from is not None)
         for data in (train_data, held_out):
             for report in data.reports if data is not None else ():
@@ -185,7 +205,8 @@ class _Job:
                 group=trainer.model.tp_group,
             )
             if not load_random_state(checkpoint) and group_rank(WORLD) == 0:
-                print(f"{checkpoint} is of another number of ranks, so dropout starts a new random order", flush=True)
+                text = "is of another number of data-parallel ranks, so dropout starts a new random order"
+                print(f"{checkpoint} {text}", flush=True)
         self.saved_step = trainer.step
         if state["eval_loss"] is not None:
             self.eval_loss, self.evaluated_step = state["eval_loss"], trainer.step

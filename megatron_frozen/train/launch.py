@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_frozen.comm import destroy_model_parallel, initialize_model_parallel
 from megatron_frozen.environment import launched_rank
+from megatron_frozen.errors import ParallelError
 
 
 @contextmanager
@@ -19,6 +20,7 @@ def parallel_ranks(*, tensor_model_parallel_size: int, timeout_s: float) -> Iter
 
     Objects and CPU tensors travel by gloo, CUDA tensors by NCCL. After an exception the groups of several ranks
     are left as they are: taking them down can mean waiting for ranks that are gone, and the process ends anyway.
+    Raises ParallelError if the ranks do not meet.
     """
     _, world_size, local_rank = launched_rank()
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
@@ -28,7 +30,13 @@ def parallel_ranks(*, tensor_model_parallel_size: int, timeout_s: float) -> Iter
         backend = "cpu:gloo,cuda:nccl"
     ours = world_size > 1 and not dist.is_initialized()
     if ours:
-        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+        try:
+            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+        except (ValueError, dist.DistError) as error:
+            raise ParallelError(
+                f"the {world_size} ranks did not meet at MASTER_ADDR and MASTER_PORT ({error}); "
+                "start all of them, at one address whose port is free"
+            ) from error
     initialize_model_parallel(tensor_model_parallel_size, distributed_timeout_minutes=timeout_s / 60)
     try:
         yield device

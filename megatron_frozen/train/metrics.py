@@ -35,13 +35,16 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records in `path`, none if it is missing. A last line cut short by a crash is left out."""
+    """The records in `path`, none if it is missing, up to the first line that is none (cut short by a crash)."""
     if not path.exists():
         return []
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().splitlines():
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:
             break
+        if not isinstance(record, dict) or type(record.get("step")) is not int or "kind" not in record:
+            break
+        records.append(record)
     return records

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 from megatron_frozen.checkpoint.train_state import load_state, newest_complete
 from megatron_frozen.errors import ConfigError
-from megatron_frozen.io import read_json, write_json
+from megatron_frozen.io import exclusive_lock, read_json, write_json
 from megatron_frozen.train.config import TrainConfig
 from megatron_frozen.train.schema import to_plain
 
@@ -46,6 +47,32 @@ def identity(config: TrainConfig) -> dict[str, Any]:
     values = {name: plain[name] for name in _IDENTITY}
     values |= {name: str(Path(values[name]).resolve()) for name in _PATHS if Path(values[name]).exists()}
     return {**values, "train_data_sha256": hashlib.sha256(Path(config.train_data).read_bytes()).hexdigest()}
+
+
+class FolderClaim:
+    """The hold of one process on an output folder: two jobs in it would delete each other's checkpoints."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        self._held: contextlib.ExitStack | None = None
+
+    def take(self) -> None:
+        """Hold the folder until `close`, if it is there. ConfigError if another process holds it."""
+        if self._held is not None or not self._folder.is_dir():
+            return
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(exclusive_lock(self._folder, wait=False))
+            except BlockingIOError:
+                raise ConfigError(
+                    f"output_dir {self._folder} is in use by another job; wait until that ends, or give another one"
+                ) from None
+            self._held = stack.pop_all()
+
+    def close(self) -> None:
+        """Let the folder go."""
+        if self._held is not None:
+            self._held.close()
 
 
 def find_start(config: TrainConfig) -> Start:

@@ -54,7 +54,7 @@ def coerce(value: Any, hint: Any, *, name: str) -> Any:
             raise _wrong(value, name, "a list, as in [a, b]")
         return tuple(coerce(item, args[0], name=name) for item in value)
     if hint is torch.dtype:
-        if value not in DTYPES:
+        if not isinstance(value, str) or value not in DTYPES:
             raise _wrong(value, name, "one of " + ", ".join(DTYPES))
         return DTYPES[value]
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
@@ -82,11 +82,18 @@ def _plain(value: Any, hint: type, name: str) -> Any:
         # YAML 1.1 reads 2e-4 as a text: only 2.0e-4 is a number there.
         try:
             return float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise _wrong(value, name, _PLAIN[float]) from None
     if type(value) is not hint:
         raise _wrong(value, name, _PLAIN[hint])
+    if isinstance(value, str) and not _is_text(value):
+        raise _wrong(value, name, "a text without NUL and without half characters")
     return value
+
+
+def _is_text(value: str) -> bool:
+    """Whether a path or a prompt can be made of it."""
+    return "\0" not in value and not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def _wrong(value: Any, name: str, allowed: str) -> ConfigError:

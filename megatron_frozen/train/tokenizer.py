@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -19,9 +20,9 @@ from typing import Any
 from megatron_frozen.errors import CheckpointError, DataError
 from megatron_frozen.io import read_json
 
-# Two code points that Unicode keeps out of text: they mark in the rendered text what a `generation` block produced.
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-_MARKERS = re.compile(f"[{_OPEN}{_CLOSE}]")
+# These mark in the rendered text what a `generation` block produced. Data can't hold them: each process makes its own.
+_OPEN, _CLOSE = (f"\ufdd0{secrets.randbits(64)}\ufdd1" for _ in range(2))
+_MARKERS = re.compile(f"{_OPEN}|{_CLOSE}")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -120,7 +121,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     config = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
-    named = {name: _content(config[name]) for name in _NAMED_TOKENS if config.get(name)}
+    named = {name: _content(config[name], name=name, folder=folder) for name in _NAMED_TOKENS if config.get(name)}
     if "eos_token" not in named:
         ids = _generation_eos_ids(folder)
         token = backend.id_to_token(ids[0]) if ids else None
@@ -134,10 +135,18 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 def _read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{path} is not UTF-8 text ({error}); copy it again") from error
     template = config.get("chat_template")
     if isinstance(template, list):  # several named templates
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, Mapping)}
+        template = named.get("default")
+    if not isinstance(template, str | None):
+        raise CheckpointError(
+            f"{folder / 'tokenizer_config.json'} has a chat_template that is no text; add a chat_template.jinja"
+        )
     return template
 
 
@@ -196,8 +205,12 @@ def _unmark(marked: str) -> Rendering:
 def _generation_eos_ids(folder: Path) -> list[int]:
     for name in ("generation_config.json", "config.json"):
         ids = _read_json(folder / name).get("eos_token_id")
-        if ids is not None:
-            return ids if isinstance(ids, list) else [ids]
+        if ids is None:
+            continue
+        ids = ids if isinstance(ids, list) else [ids]
+        if not all(type(token_id) is int and 0 <= token_id < 2**31 for token_id in ids):
+            raise CheckpointError(f"{folder / name} has eos_token_id {ids}; give the number of a token, or several")
+        return ids
     return []
 
 
@@ -205,5 +218,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def _content(token: Any) -> str:
-    return token["content"] if isinstance(token, Mapping) else token
+def _content(token: Any, *, name: str, folder: Path) -> str:
+    content = token.get("content") if isinstance(token, Mapping) else token
+    if not isinstance(content, str):
+        raise CheckpointError(f"{folder} has the {name} {token!r}, which is no text; mend tokenizer_config.json")
+    return content

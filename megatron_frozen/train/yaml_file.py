@@ -34,7 +34,10 @@ def parse_yaml(text: str, *, source: str) -> Any:
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002
             seen = set()
             for key_node, _ in node.value:
-                key = self.construct_object(key_node, deep=True)
+                if isinstance(key_node, yaml.ScalarNode) and key_node.tag != "tag:yaml.org,2002:merge":
+                    key = self.construct_object(key_node, deep=True)
+                else:  # `<<`, whose own keys may stand here too; a list or a mapping, refused below
+                    continue
                 if key in seen:
                     line = key_node.start_mark.line + 1
                     raise ConfigError(f"{source}, line {line}: the key '{key}' is given a second time; keep one")
@@ -43,8 +46,10 @@ def parse_yaml(text: str, *, source: str) -> Any:
 
     try:
         return yaml.load(text, Loader)
-    except yaml.YAMLError as error:
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none, a number or nesting too long
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
-        what = getattr(error, "problem", None) or "not readable"
+        what = getattr(error, "problem", None) or ("not readable" if mark else error)
         raise ConfigError(f"{source}{where}: this is no valid YAML ({what}); correct it") from None

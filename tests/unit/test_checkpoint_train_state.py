@@ -63,7 +63,7 @@ def save(folder: Path, parameters: dict[str, nn.Parameter], optimizer: torch.opt
 def save_body(rank: int, world_size: int, folder: str) -> Tensor:
     parameters, optimizer = make(world_size)
     step(parameters, optimizer)
-    torch.manual_seed(rank)
+    torch.manual_seed(5)  # as the job does: tensor-parallel ranks draw the same
     save(Path(folder), parameters, optimizer)
     return torch.rand(3)
 
@@ -91,11 +91,31 @@ def test_state_comes_back_at_any_size(tmp_path, saved_by):
         vocabulary = torch.cat([result["states"]["vocabulary"]["exp_avg"] for result in results])
         torch.testing.assert_close(vocabulary[:4], torch.full((4, 2), 0.1))
         assert not vocabulary[4:].any()
-        for rank, result in enumerate(results):
+        for result in results:
             assert float(result["states"]["replica"]["step"]) == 1.0
-            assert result["restored"] == (world_size == saved_by)
-            if result["restored"]:
-                assert torch.equal(result["random"], random[rank])
+            assert result["restored"]
+            assert torch.equal(result["random"], random[0])
+
+
+def data_parallel_body(rank: int, world_size: int, folder: str, tensor_parallel: int) -> tuple[bool, Tensor]:
+    """Saves on data-parallel ranks, each in its own random state; else loads."""
+    initialize_model_parallel(tensor_parallel)
+    if tensor_parallel == 1:
+        torch.manual_seed(rank)
+        save(Path(folder), {}, torch.optim.AdamW([nn.Parameter(torch.ones(1))]))
+        return True, torch.rand(3)
+    torch.manual_seed(9)
+    return load_random_state(Path(folder)), torch.rand(3)
+
+
+def test_random_states_of_data_parallel_ranks_are_not_given_to_tensor_parallel_ones(tmp_path):
+    """Those must draw one dropout mask together; the number of all ranks, 2 both times, does not tell."""
+    folder = str(tmp_path / checkpoint_name(1))
+    (_, one), (_, other) = run_ranks(2, data_parallel_body, folder, 1)
+    assert not torch.equal(one, other)
+    (restored, one), (_, other) = run_ranks(2, data_parallel_body, folder, 2)
+    assert not restored
+    assert torch.equal(one, other)
 
 
 def partial_body(rank: int, world_size: int, folder: str) -> None:
@@ -158,6 +178,10 @@ def test_mark_names_the_size_of_every_file(tmp_path):
         load_state(folder)
     (folder / "model.txt").write_text("weights")
     assert is_complete(folder)
+    (folder / "notes.txt").write_text("what somebody laid beside it")
+    assert is_complete(folder)
+    (folder / "complete.json").write_text("{}")
+    assert not is_complete(folder)
     (folder / "complete.json").write_text("{")
     assert not is_complete(folder)
     assert not is_complete(tmp_path / "nowhere")
@@ -171,6 +195,18 @@ def test_newest_is_by_number_and_old_ones_go(tmp_path):
     prune(tmp_path, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000010", "step_00000100", "step_later"]
     assert newest_complete(tmp_path / "nowhere") == (None, [])
+
+
+def test_cut_checkpoint_pushes_out_none_that_can_be_used(tmp_path):
+    for number in (2, 3, 4, 9):
+        run_ranks(1, partial_body, str(tmp_path / checkpoint_name(number)))
+    for number in (2, 9):
+        (tmp_path / checkpoint_name(number) / "complete.json").unlink()
+    prune(tmp_path, keep=3)
+    assert len(list(tmp_path.iterdir())) == 4
+    prune(tmp_path, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000004", "step_00000009"]
+    assert newest_complete(tmp_path)[0] == tmp_path / checkpoint_name(4)
 
 
 def test_state_of_another_model_is_refused(tmp_path):

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import runpy
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ from safetensors.torch import load_file, save_file
 from megatron_frozen import cli
 from megatron_frozen.checkpoint.train_state import checkpoint_name
 from megatron_frozen.cli import console_main, main
-from megatron_frozen.errors import ConfigError
+from megatron_frozen.errors import ConfigError, ParallelError
 from megatron_frozen.lora import LoraConfig
 from megatron_frozen.testing import run_ranks
 from megatron_frozen.train.config import TrainConfig
 from megatron_frozen.train.job import train
+from megatron_frozen.train.launch import parallel_ranks
 from megatron_frozen.train.schema import to_plain
 from tests.unit.train_job_toy import toy_config, toy_model
 
@@ -272,3 +274,61 @@ def test_weights_that_overflow_end_the_run_with_the_step(tmp_path, capsys):
     assert code == 1
     assert "step 1: the loss is nan" in said
     assert not Path(config.output_dir, "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--temperature", "nan"], "--temperature is nan; give 0"),
+        (["--temperature", "inf"], "--temperature is inf; give 0"),
+        (["--seed", "-1"], "--seed is -1; give a whole number from 0 up"),
+        (["--prompt", "\udcff"], "--prompt is not UTF-8 text; give it in UTF-8"),
+        (["--prompt", ""], "--prompt is empty and this model has no token to start from; give some text"),
+    ],
+)
+def test_generate_refuses_what_it_cannot_use(tmp_path, capsys, more, message):
+    folder = toy_model(tmp_path / "base")
+    (folder / "chat_template.jinja").unlink()
+    code, said = refused(capsys, "generate", "--model", str(folder), "--prompt", "Hi", "--max-new-tokens", "1", *more)
+    assert (code, message in said) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"WORLD_SIZE": "-1"}, "environment variable WORLD_SIZE is '-1'; it takes a whole number"),
+        (
+            {"WORLD_SIZE": "2"},
+            "WORLD_SIZE is 2 and RANK is not set; start the ranks with torchrun",
+        ),
+        ({"RANK": "1"}, "environment variable RANK is 1 and WORLD_SIZE 1; a rank is below the number of ranks"),
+    ],
+)
+def test_half_of_torchruns_variables_is_an_error(tmp_path, capsys, monkeypatch, variables, message):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    config = toy_config(tmp_path)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    code, said = refused(capsys, "train", config_file(config, tmp_path))
+    assert (code, message in said) == (2, True)
+    assert not Path(config.output_dir).exists()
+
+
+def test_ranks_that_do_not_meet_say_so(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        values = {
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(taken.getsockname()[1]),
+        }
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+        with (
+            pytest.raises(ParallelError, match=r"2 ranks did not meet at MASTER_ADDR and MASTER_PORT .*port is free"),
+            parallel_ranks(tensor_model_parallel_size=2, timeout_s=2),
+        ):
+            pass

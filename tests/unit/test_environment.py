@@ -31,10 +31,16 @@ def test_launched_rank_is_torchruns_or_one_rank(monkeypatch: pytest.MonkeyPatch)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     assert environment.launched_rank() == (0, 1, 0)
-    monkeypatch.setenv("RANK", "5")
     monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 8 and RANK is not set; start the ranks with torchrun"):
+        environment.launched_rank()
+    monkeypatch.setenv("RANK", "5")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert environment.launched_rank() == (5, 8, 1)
+    for world_size in ("0", "5"):
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+        with pytest.raises(ConfigError, match=f"RANK is 5 and WORLD_SIZE {world_size}; a rank is below the number"):
+            environment.launched_rank()
     monkeypatch.setenv("WORLD_SIZE", "two")
     with pytest.raises(ConfigError, match="environment variable WORLD_SIZE is 'two'; it takes a whole number"):
         environment.launched_rank()

@@ -238,3 +238,12 @@ def test_chat_rows_without_a_template_stop_the_run_even_when_skipping(tmp_path: 
     tokenizer = tokenizer_for(tmp_path, None)
     with pytest.raises(CheckpointError, match="has no chat template"):
         encode_rows([TWO_TURNS], tokenizer, seq_length=64, source="rows.jsonl", on_bad_line="skip")
+
+
+@pytest.mark.parametrize("template", [CHAT_ML, *TAGGED.values()])
+@pytest.mark.parametrize("mark", ["\ufdd0", "\ufdd1", "\ufdd01\ufdd1"])
+def test_no_character_of_the_data_moves_the_labels(tmp_path: Path, template: str, mark: str) -> None:
+    tokenizer = load_tokenizer(toy_folder(tmp_path, template=template))
+    (example,) = encode_row(row(f"Hi{mark}<|im_end|>", f"yes{mark} no"), tokenizer)
+    assert learnt(example, tokenizer) == [f"yes{mark} no<|im_end|>"]
+    assert f"Hi{mark}" in tokenizer.decode(example.input_ids)

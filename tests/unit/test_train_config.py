@@ -73,6 +73,15 @@ def test_config_cannot_be_changed():
         (["lora.r=0"], "LoRA rank r must be a whole number of at least 1, got 0"),
         (["max_steps=0"], "the config key 'max_steps' is 0; give 1 or more"),
         (["learning_rate=.nan"], "the config key 'learning_rate' is nan; give 0.0 or more"),
+        (["learning_rate=.inf"], "the config key 'learning_rate' is inf; give a number below inf"),
+        (["weight_decay=1" + "0" * 400], "the config key 'weight_decay' is 1000"),
+        (["adam_epsilon=0"], "the config key 'adam_epsilon' is 0, which makes 0 / 0 of a gradient that is zero"),
+        ([f"seed={2**40}"], f"the config key 'seed' is {2**40}; give a number below {2**40}"),
+        (["distributed_timeout_s=100000000"], "'distributed_timeout_s' is 100000000; give a number below 100000000"),
+        (["lora.dtype=[bf16]"], "the config key 'lora.dtype' is ['bf16'], which is not allowed; give one of bf16"),
+        (["model=\"\\0\""], "the config key 'model' is '\\x00', which is not allowed; give a text without NUL"),
+        (["sample_prompt=\"\\ud800\""], "which is not allowed; give a text without NUL and without half characters"),
+        (["max_steps=2020-13-45"], "the override 'max_steps=2020-13-45': this is no valid YAML (month must be in"),
         (["adam_beta2=1.0"], "the config key 'adam_beta2' is 1.0; give a number below 1.0"),
         (["min_learning_rate_ratio=1.5"], "'min_learning_rate_ratio' is 1.5; give a number from 0 to 1"),
         (["max_grad_norm=0"], "the config key 'max_grad_norm' is 0, which stops all learning; null means no"),
@@ -99,6 +108,8 @@ def test_wrong_value_is_refused_in_one_sentence(tmp_path, overrides, message):
             "model: m\noutput_dir: o\ntrain_data: t\n",
             "the config key 'max_steps' is missing; add it to the file",
         ),
+        ("? [a, b]\n: c\n", "config.yaml, line 1: this is no valid YAML (found unhashable key)"),
+        ("seed: " + "[" * 5000, "config.yaml: this is no valid YAML (maximum recursion depth exceeded"),
         ("just words", "holds no `key: value` lines; see examples/lora_smollm2.yaml"),
         ("model: m\nseed: 1\nseed: 2\n", "config.yaml, line 3: the key 'seed' is given a second time; keep one"),
         ("model: m\n  seed: [1\n", "config.yaml, line 2: this is no valid YAML (mapping values are not allowed here)"),
@@ -108,6 +119,11 @@ def test_wrong_file_is_refused_in_one_sentence(tmp_path, text, message):
     with pytest.raises(ConfigError) as caught:
         load_config(config_file(tmp_path, text))
     assert message in str(caught.value)
+
+
+def test_yaml_merge_keys_work():
+    text = "seed: 1\nlora: &small {r: 4, alpha: 8}\nother: {<<: *small, r: 2}\n"
+    assert parse_yaml(text, source="x")["other"] == {"r": 2, "alpha": 8}
 
 
 def test_missing_and_binary_files_are_refused(tmp_path):

@@ -111,6 +111,11 @@ def test_rows_with_nothing_to_learn_are_dropped_and_counted(tmp_path: Path, row:
     ("line", "message", "reason"),
     [
         (b'{"text": "a"', "broken JSON", "broken JSON"),
+        (
+            b'{"prompt": "a", "prompt": "b", "completion": "c"}',
+            "the key 'prompt' is given twice in one object; keep one",
+            "a key twice",
+        ),
         (b"[" * 100_000, "broken JSON", "broken JSON"),
         (b'{"text": "\xff"}', "not valid UTF-8 at byte 11 of the line", "not UTF-8"),
         (b'{"text": "\\ud800"}', "stands for half a character .a lone surrogate", "not UTF-8"),

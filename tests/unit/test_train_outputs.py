@@ -20,7 +20,8 @@ def test_learning_rate_rises_then_falls_as_a_cosine():
     assert rates[7] == pytest.approx(2.0 * 0.55)
     assert rates[-1] == pytest.approx(0.2)
     assert rates[4:] == sorted(rates[4:], reverse=True)
-    assert learning_rate_at(1, peak=2.0, warmup_steps=0, max_steps=1, min_ratio=0.0) == 0.0
+    assert learning_rate_at(1, peak=2.0, warmup_steps=0, max_steps=1, min_ratio=0.0) == 2.0
+    assert learning_rate_at(2, peak=2.0, warmup_steps=0, max_steps=2, min_ratio=0.0) == 0.0
     assert learning_rate_at(3, peak=2.0, warmup_steps=3, max_steps=3, min_ratio=0.0) == 2.0
 
 
@@ -44,6 +45,9 @@ def test_metrics_are_cut_back_to_the_step_of_a_resume(tmp_path):
     MetricsFile(path, from_step=None).close()
     assert path.read_text() == ""
     assert read_metrics(tmp_path / "none.jsonl") == []
+    for junk in (b"\xff\xfe", b"5", b"{}", b'{"kind": "train", "step": "1"}'):
+        path.write_bytes(b'{"kind": "train", "step": 1, "loss": 2.0}\n' + junk + b"\n")
+        assert [record["step"] for record in read_metrics(path)] == [1]
 
 
 def test_tensorboard_hides_what_a_resume_does_again(tmp_path):

@@ -13,7 +13,7 @@ from megatron_frozen.errors import CheckpointError, ConfigError
 from megatron_frozen.lora import LoraConfig
 from megatron_frozen.train.config import TrainConfig
 from megatron_frozen.train.job import train
-from megatron_frozen.train.run_folder import find_start, identity
+from megatron_frozen.train.run_folder import FolderClaim, find_start, identity
 from tests.unit.train_job_toy import losses, toy_config
 
 
@@ -44,6 +44,22 @@ def test_finished_run_shows_its_summary_and_trains_nothing(run, tmp_path, capsys
     assert "held-out loss: " in shown
     assert shown.endswith(f"result: {run.output_dir}/adapter\n")
     assert sorted((path, path.stat().st_mtime_ns) for path in Path(copy.output_dir).rglob("*")) == before
+
+
+def test_folder_of_a_job_that_runs_is_refused(run, tmp_path):
+    copy = dataclasses.replace(copy_of(run, tmp_path / "copy"), max_steps=6)
+    new = dataclasses.replace(run, output_dir=str(tmp_path / "new"))
+    claim = FolderClaim(copy.output_dir)
+    claim.take()
+    claim.take()
+    before = sorted(path.name for path in Path(copy.output_dir).rglob("*"))
+    with pytest.raises(ConfigError, match="is in use by another job; wait until that ends, or give another one"):
+        train(copy)
+    assert sorted(path.name for path in Path(copy.output_dir).rglob("*")) == before
+    claim.close()
+    train(copy)
+    FolderClaim(new.output_dir).take()  # nothing there to hold
+    assert not Path(new.output_dir).exists()
 
 
 def test_more_steps_go_on_from_the_newest_checkpoint(run, tmp_path, capsys):

@@ -167,6 +167,35 @@ def test_broken_folders(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer.json is no tokenizer file"):
         load_tokenizer(folder)
+    folder = toy_folder(tmp_path / "e")
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match=r"chat_template.jinja is not UTF-8 text .*; copy it again"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("token", [5, ["</s>"], {"text": "</s>"}])
+def test_a_named_token_that_is_no_text(tmp_path: Path, token: object) -> None:
+    with pytest.raises(CheckpointError, match=r"has the eos_token .*, which is no text; mend tokenizer_config\.json"):
+        load_tokenizer(toy_folder(tmp_path, eos_token=token))
+
+
+@pytest.mark.parametrize("template", [5, {"default": "x"}, [{"name": "default", "template": 5}]])
+def test_a_chat_template_that_is_no_text(tmp_path: Path, template: object) -> None:
+    with pytest.raises(CheckpointError, match=r"has a chat_template that is no text; add a chat_template\.jinja"):
+        load_tokenizer(toy_folder(tmp_path, template=None, chat_template=template))
+
+
+def test_named_templates_without_a_default_are_none(tmp_path: Path) -> None:
+    folder = toy_folder(tmp_path, template=None, chat_template=[{"template": "x"}, 5])
+    assert not load_tokenizer(folder).has_chat_template
+
+
+@pytest.mark.parametrize("ids", ["x", -1, [None], 1.5, [2**40], True])
+def test_an_eos_id_that_is_no_id(tmp_path: Path, ids: object) -> None:
+    folder = toy_folder(tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(CheckpointError, match=r"generation_config.json has eos_token_id \[.*\]; give the number of a"):
+        load_tokenizer(folder)
 
 
 @pytest.mark.parametrize(
