@@ -272,7 +272,7 @@ def test_bad_operands() -> None:
     with pytest.raises(LayoutError, match="the last dim of the input must be 7"):
         frozen(torch.randn(2, 6), weight, bias)
     with pytest.raises(ConfigError, match="which has no weight gradient to put off; leave them None"):
-        linear_with_frozen_weight(torch.randn(2, NUM_IN), weight, None, False, False, False, [])  # noqa: FBT003
+        linear_with_frozen_weight(torch.randn(2, NUM_IN), weight, None, False, False, False, None, [])  # noqa: FBT003
     with pytest.raises(ConfigError, match="a reduce-scatter already sums the input gradient"):
         linear_with_frozen_weight(torch.randn(2, NUM_IN), weight, None, False, True, True)  # noqa: FBT003
     with pytest.warns(DeprecationWarning, match="async_grad_allreduce is ignored"):
