@@ -31,6 +31,7 @@ _OTHER_NAMES = {"torch.utils.tensorboard": "tensorboard"}
 
 MAIN_GRAD_NAMES = {
     "main_grad", "get_main_grad", "grad_added_to_main_grad", "overwrite_main_grad", "zero_out_wgrad", "__fsdp_param__",
+    "_gbuf", "is_data_distributed", "is_gtp_weight_remat",
 }  # fmt: skip
 _PRODUCTS = {
     "Bilinear", "Linear", "addbmm", "addbmm_", "addmm", "addmm_", "addmv", "addmv_", "addr", "addr_", "baddbmm",
