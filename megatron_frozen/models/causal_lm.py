@@ -82,7 +82,8 @@ class CausalLM(nn.Module):
             labels: the target of each position [b, s] (already shifted); -100 gives loss 0 and no gradient.
             document_lengths: per row the lengths of its packed documents, which sum to s; attention and positions
                 start anew at each. None: each row is one document.
-            position_ids: positions [b, s] in place of those that the documents give.
+            position_ids: positions [b, s] in place of those that the documents give; the highest of them is what
+                dynamic RoPE stretches to, in place of each document's length.
 
         Raises LayoutError where a shape does not fit, under sequence parallelism s does not divide by the ranks, or, on
         the CPU, an id is out of the vocabulary (on a GPU looking would stall it).

@@ -98,6 +98,42 @@ def test_a_gradient_on_padded_logits_goes_nowhere() -> None:
         assert gradient[:32].ne(0).all()
 
 
+def _without_and_with_a_hook(rank: int, world_size: int, job: Job) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """Losses and gradients before and after the head gets a full backward hook, which sees no pull of padding."""
+    del rank
+    initialize_model_parallel(world_size)
+    model = build_model(job.config, job.weights)
+    before = _losses_and_gradients(model, job)
+    seen: list[Tensor] = []
+    model.lm_head.register_full_backward_hook(lambda _module, _grad_input, grads: seen.append(grads[0]))
+    after = _losses_and_gradients(model, job)
+    (grad,) = seen
+    assert grad.any()
+    assert not grad[..., model.num_real_columns :].any()
+    return [before, after]
+
+
+def test_a_backward_hook_on_a_padded_head_changes_nothing() -> None:
+    job = _job(tiny_model("llama", vocab_size=65), vocab_size=65)
+    for before, after in run_ranks(2, _without_and_with_a_hook, job):
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def _written_logits(rank: int, world_size: int, job: Job) -> None:
+    """A temperature in place."""
+    del rank
+    initialize_model_parallel(world_size)
+    model = build_model(job.config, job.weights)
+    logits = model(job.input_ids)
+    expected = logits.detach() / 2
+    logits.div_(2).sum().backward()
+    assert torch.equal(logits.detach(), expected)
+
+
+def test_the_logits_may_be_written_into() -> None:
+    run_ranks(2, _written_logits, _job(tiny_model("llama", vocab_size=65), vocab_size=65))
+
+
 def _embedding_gradient_of_the_sum(rank: int, world_size: int, job: Job) -> Tensor:
     """This rank's rows of the embedding's gradient under the sum of all logits, whose gradient is one number."""
     del rank
