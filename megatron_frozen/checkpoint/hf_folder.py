@@ -6,6 +6,7 @@ import dataclasses
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -68,11 +69,20 @@ class Weight:
     """What is written."""
 
 
-def load_hf_folder(folder: str | Path, *, parallel: ModelParallelConfig, tp_group: Group = None) -> CausalLM:
+def load_hf_folder(
+    folder: str | Path,
+    *,
+    parallel: ModelParallelConfig,
+    tp_group: Group = None,
+    cut: Callable[[CausalLM], None] | None = None,
+) -> CausalLM:
     """The model of a Hugging Face folder, cast to `parallel.params_dtype`. Each rank reads its own slices only.
 
     `tp_group=None` means the group of initialize_model_parallel. Rows that pad the vocabulary are zero. Every rank of
     the group calls it (of all groups, with data parallelism), and if one fails, all raise.
+
+    `cut` gets the model while its parameters are on the meta device, shards them by FSDP2 and allocates what is left;
+    only that is read then, so a rank never holds more than its parts and one tensor being read.
 
     Raises ConfigError if config.json describes a model that this package does not run, or that the group's size does
     not divide, before a weight is read; CheckpointError if the folder is no checkpoint, a file is broken, or tensors
@@ -81,7 +91,7 @@ def load_hf_folder(folder: str | Path, *, parallel: ModelParallelConfig, tp_grou
     group = chosen_group(tp_group)
     doing = f"loading {folder}"
     with together(group=_replicas(group), doing=doing), together(group=group, doing=doing):
-        return _load(Path(folder), parallel=parallel, group=group)
+        return _load(Path(folder), parallel=parallel, group=group, cut=cut)
 
 
 def save_hf_folder(
@@ -138,13 +148,22 @@ def _replicas(tp_group: Group) -> Group:
     return get_data_parallel_group() if tp_group is get_tensor_model_parallel_group() else None
 
 
-def _load(folder: Path, *, parallel: ModelParallelConfig, group: Group) -> CausalLM:
+def _load(
+    folder: Path, *, parallel: ModelParallelConfig, group: Group, cut: Callable[[CausalLM], None] | None
+) -> CausalLM:
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} holds no config.json; give a Hugging Face checkpoint folder")
     config = DecoderConfig.from_hf(read_json(folder / "config.json"))
     check_tensor_parallel(config, group_size(group))
     files = SafetensorsFolder(folder)
-    model = CausalLM(config, parallel=dataclasses.replace(parallel, perform_initialization=False), tp_group=group)
+    # With use_cpu_initialization the layers take torch's default device, which may be meta.
+    parallel = dataclasses.replace(
+        parallel, perform_initialization=False, use_cpu_initialization=bool(cut) or parallel.use_cpu_initialization
+    )
+    with torch.device("meta") if cut else nullcontext():
+        model = CausalLM(config, parallel=parallel, tp_group=group)
+    if cut:
+        cut(model)
     parameters = dict(model.named_parameters())
     problems = list(_misfits(files, parameters, config=config, group=group))
     if problems:
@@ -200,6 +219,11 @@ def _partition_dim(parameter: Any) -> int | None:
 def _read_into(parameter: nn.Parameter, files: SafetensorsFolder, *, key: str, group: Group) -> None:
     """Fill this rank's shard from the folder; rows past the folder's last one pad the vocabulary and become zero."""
     dim = _partition_dim(parameter)
+    if isinstance(parameter, DTensor):
+        _read_rows_into(
+            parameter, files, key=key, offset=0 if dim is None else group_rank(group) * parameter.shape[dim]
+        )
+        return
     if dim is None:
         parameter.copy_(files.read(key))
         return
@@ -207,6 +231,18 @@ def _read_into(parameter: nn.Parameter, files: SafetensorsFolder, *, key: str, g
     stop = min(start + parameter.shape[dim], files.shape(key)[dim])
     parameter.narrow(dim, 0, stop - start).copy_(files.read(key, start=start, stop=stop, dim=dim))
     parameter.narrow(dim, stop - start, parameter.shape[dim] - (stop - start)).zero_()
+
+
+def _read_rows_into(parameter: DTensor, files: SafetensorsFolder, *, key: str, offset: int) -> None:
+    """Fill the rows that FSDP left this rank of its tensor-parallel shard, which starts at `offset`."""
+    local, dim, num_rows = parameter.to_local(), _partition_dim(parameter), files.shape(key)[0]
+    rows_per_rank = -(-parameter.shape[0] // parameter.device_mesh.size())
+    start = parameter.device_mesh.get_local_rank() * rows_per_rank + (offset if dim == 0 else 0)
+    start = min(start, num_rows)
+    stop = min(start + local.shape[0], num_rows)
+    rows = files.read(key, start=start, stop=stop)
+    local[: stop - start].copy_(rows.narrow(1, offset, local.shape[1]) if dim == 1 else rows)
+    local[stop - start :].zero_()
 
 
 def _same_rows(files: SafetensorsFolder, embedding: nn.Parameter, *, group: Group) -> bool:

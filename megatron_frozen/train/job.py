@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ from megatron_frozen.train.run_folder import (
 )
 from megatron_frozen.train.sample import Sample, answer, choose_sample
 from megatron_frozen.train.schema import DTYPES
-from megatron_frozen.train.sharding import is_cut, shard_over_data_parallel
+from megatron_frozen.train.sharding import cut_over_data_parallel, is_cut
 from megatron_frozen.train.tokenizer import load_tokenizer
 from megatron_frozen.train.trainer import Trainer
 
@@ -173,14 +174,19 @@ class _Job:
         folder = self.source_folder
         if config.lora is None and start.resume_from is not None:
             folder = start.resume_from / self._model_name
-        model = load_hf_folder(folder, parallel=parallel).to(self.device)
+        cut = None
+        if config.fsdp and get_data_parallel_world_size() > 1:
+            casts = config.lora is None and config.dtype != "fp32"
+            cast_to = DTYPES[config.dtype] if casts else None
+            cut = partial(cut_over_data_parallel, device=self.device, cast_to=cast_to)
+        model = load_hf_folder(folder, parallel=parallel, cut=cut)
+        if cut is None:
+            model.to(self.device)
         model.activation_checkpointing = config.activation_checkpointing
         if config.lora is not None:
             apply_lora(model, config.lora, seed=config.seed)
             if start.resume_from is not None:
                 load_adapter(model, start.resume_from / self._model_name, dtype=config.lora.dtype)
-        if config.fsdp:
-            shard_over_data_parallel(model, device=self.device, compute_dtype=DTYPES[config.dtype])
         return model
 
     def _eval_batches(self, held_out: Dataset | None) -> list[Any]:

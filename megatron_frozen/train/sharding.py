@@ -18,9 +18,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from megatron_frozen.comm import get_data_parallel_group, group_size
+from megatron_frozen.comm import get_data_parallel_group
 from megatron_frozen.integrations.fsdp import fp32_grads
-from megatron_frozen.lora import named_lora_layers
 from megatron_frozen.models import CausalLM
 from megatron_frozen.params import marks_kept
 
@@ -30,31 +29,26 @@ def is_cut(model: CausalLM) -> bool:
     return isinstance(model, FSDPModule)
 
 
-def shard_over_data_parallel(model: CausalLM, *, device: torch.device, compute_dtype: torch.dtype) -> None:
-    """Cut the parameters of `model` in place, but not its adapters, and give up what other ranks hold.
+def cut_over_data_parallel(model: CausalLM, *, device: torch.device, cast_to: torch.dtype | None) -> None:
+    """Cut `model`, whose parameters are on the meta device, in place, and allocate this rank's parts on `device`.
 
-    On one data-parallel rank there is nothing to cut. Trainable parameters are cast to `compute_dtype` as they are
-    gathered; they must be fp32 where that is narrower. Gradients are sums over the ranks, not FSDP2's means.
-    Collectives: none. Peak memory: this rank's model as it is now, and the parts of one group.
+    Adapters are added later and stay whole. If `cast_to` is given, parameters train in fp32 and are cast to it as they
+    are gathered. Gradients are sums over the ranks, not FSDP2's means. Several data-parallel ranks. Collectives: none.
     """
     group = get_data_parallel_group()
-    if group is None or group_size(group) == 1:
-        return
+    assert group is not None
     # Meshes are equal if ranks and names are, and torch's caches then bring up an earlier one, whose group may be gone.
     mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=(f"data_parallel_{group.group_name}",))
-    adapters = {
-        factor for _, layer in named_lora_layers(model) for factor in (*layer.lora_A.values(), *layer.lora_B.values())
-    }
-    casts = not adapters and compute_dtype != torch.float32
-    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    if casts:
-        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=cast_to, reduce_dtype=torch.float32 if cast_to else None, cast_forward_inputs=False
+    )
     with ExitStack() as marks:
         for module in model.modules():
             marks.enter_context(marks_kept(module._parameters))
         for part in (*model.model.layers, model):
-            cut = fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True, ignored_params=adapters)
+            cut = fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
             cut.set_gradient_divide_factor(1.0)
             cut.set_force_sum_reduction_for_comms(enable=True)  # gloo knows no other reduction with a factor
-    if casts:
+        model.to_empty(device=device)
+    if cast_to is not None:
         fp32_grads(model)

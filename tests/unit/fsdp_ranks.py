@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -153,7 +153,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         "not sharded": _said(lambda: fp32_grads(MLP())),
         "bf16": _said(lambda: fp32_grads(sharded_mlp(dtype=torch.bfloat16))),
         "compiled": _said(lambda: fp32_grads(compiled)),
-        "wrapped": _said(lambda: fp32_grads(nn.Sequential(torch.compile(wrapped, backend="eager")))),
+        "wrapped": _said(lambda: fp32_grads(nn.ModuleList([cast(nn.Module, torch.compile(wrapped, backend="eager"))]))),
         "compiled later": _said(lambda: train(later, num_batches=1, sync_each=True)),
     }
 
