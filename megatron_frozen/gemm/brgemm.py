@@ -2,13 +2,17 @@
 
 ``at::native::cpublas::brgemm`` multiplies one block: C[M, N] (+)= A[M, K] B[K, N], fp32 C, bf16 A row-major and B
 with pairs of rows interleaved ("VNNI"). torch's CPU attention runs on it. It uses AVX512-BF16 and AMX, where MKL's
-product has a fast path on AMX only. Here it is looped over blocks: along K in chunks, each packed once, along M or N
-on torch's number of threads. Its mangled name holds the types of its arguments, and one product is checked before the
-first use, so that another torch finds it absent or wrong, not different."""
+product has a fast path on AMX only. Here it is looped over blocks: along K in chunks, along M or N on torch's number of
+threads, which pack what they multiply while it is in their caches. Interleaving is transposing, by fbgemm's
+``transpose_simd`` in the same library: 16 bits at a time, then pairs as 32. The mangled names hold the types of the
+arguments, and one product is checked before the first use, so that another torch finds them absent or wrong, not
+different."""
 
 from __future__ import annotations
 
 import ctypes
+import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
@@ -20,11 +24,15 @@ from megatron_frozen.gemm.request import Request, add_bias_, bias_sum, oriented
 NAME = "brgemm"
 _BLOCK_NAME = "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb"
 _RELEASE_NAME = "_ZN2at6native7cpublas14brgemm_releaseEb"
+_TRANSPOSE_NAMES = "_ZN6fbgemm14transpose_simdItEEvllPKT_lPS1_l", "_ZN6fbgemm14transpose_simdIfEEvllPKT_lPS1_l"
 _LONG, _BOOL, _POINTER = ctypes.c_long, ctypes.c_bool, ctypes.c_void_p
 # M, N, K, lda, ldb, ldc, add to C, A, B, C, B is packed
 _ARGUMENTS = (*[_LONG] * 6, _BOOL, _POINTER, _POINTER, _POINTER, _BOOL)
-CHUNK_K, BLOCK_M, BLOCK_N = 512, 512, 64  # measured: within 10% of the best of 256..1024, 32..1024, 32..128
-_A_BYTES, _B_BYTES, _C_BYTES = 2, 4, 4  # per column of A, of packed B (a pair of rows), of C
+# rows, columns, from, its row stride, into [columns, rows], its row stride
+_TRANSPOSE_ARGUMENTS = (_LONG, _LONG, _POINTER, _LONG, _POINTER, _LONG)
+# Measured on AVX512-BF16: within 5% of the best of 256..2048, 64..512, 256, 32..128 and 16..64.
+CHUNK_K, BLOCK_M, BLOCK_N, PANEL_N, STRIP = 2048, 256, 256, 128, 32
+_LOW_BYTES, _PAIR_BYTES, _OUT_BYTES = 2, 4, 4
 
 
 def unsupported(request: Request) -> str | None:
@@ -40,9 +48,11 @@ def unsupported(request: Request) -> str | None:
 def _absent() -> str | None:
     if not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
         return "this CPU has neither AVX512-BF16 nor AMX"
-    if symbol(_BLOCK_NAME, *_ARGUMENTS) is None or symbol(_RELEASE_NAME, _BOOL) is None:
+    functions = [symbol(_BLOCK_NAME, *_ARGUMENTS), symbol(_RELEASE_NAME, _BOOL)]
+    functions += [symbol(name, *_TRANSPOSE_ARGUMENTS) for name in _TRANSPOSE_NAMES]
+    if None in functions:
         return f"torch {torch.__version__} exports no such kernel"
-    A, B = (torch.arange(12.0) - 5).view(3, 4).bfloat16(), (torch.arange(20.0) - 9).view(4, 5).bfloat16()
+    A, B = (torch.arange(12.0) - 5).view(4, 3).t().bfloat16(), (torch.arange(20.0) - 9).view(4, 5).bfloat16()
     out = torch.ones(3, 5)
     _gemm(A, B, out=out, accumulate=True)
     if not torch.equal(out, (A.float().unsqueeze(2) * B.float()).sum(1) + 1):
@@ -68,66 +78,122 @@ def run(
 
 
 def _gemm(A: torch.Tensor, B: torch.Tensor, *, out: torch.Tensor, accumulate: bool) -> None:
-    """Add A[M, K] B[K, N] to ``out``, row-major with any row stride, or write it over."""
+    """Add A[M, K] B[K, N] to ``out``, row-major with any row stride, or write it over.
+
+    A chunk along K is so long that what is packed of the operand with the smaller side fills half of ``out``."""
     (M, K), N = A.shape, B.shape[1]
-    for start in range(0, K, CHUNK_K):
-        stop = min(start + CHUNK_K, K)
-        A_MK, B_packed = _row_major(A[:, start:stop]), _packed(B[start:stop])
-        adds = accumulate or start > 0
-        parts = _parts(M, N)
-        if len(parts) == 1:
-            _blocks(A_MK, B_packed, out, part=parts[0], adds=adds)
-        else:
-            done = [_threads().submit(_blocks, A_MK, B_packed, out, part=part, adds=adds) for part in parts]
-            for part in done:
-                part.result()
+    chunk = min(max(M, N, 512), CHUNK_K) // 2 * 2
+    for start in range(0, K, chunk):
+        A_chunk, B_chunk = A[:, start : start + chunk], B[start : start + chunk]
+        if A_chunk.shape[1] % 2:
+            A_chunk, B_chunk = torch.nn.functional.pad(A_chunk, (0, 1)), torch.nn.functional.pad(B_chunk, (0, 0, 0, 1))
+        if not (_is_row_major(A_chunk) or A_chunk.stride(0) == 1):
+            A_chunk = A_chunk.contiguous()
+        if not (B_chunk.stride(1) == 1 or _has_pairs(B_chunk)):
+            B_chunk = B_chunk.contiguous()
+        (_by_rows if M >= N else _by_columns)(A_chunk, B_chunk, out, adds=accumulate or start > 0)
 
 
-def _row_major(A: torch.Tensor) -> torch.Tensor:
-    """Return A[M, K] with unit stride along K, rows apart and an even K, a copy only if it is not so."""
+def _is_row_major(A: torch.Tensor) -> bool:
+    """Return whether the kernel reads A[M, K] as it is."""
+    return A.stride(1) == 1 and (A.shape[0] == 1 or A.stride(0) >= A.shape[1])
+
+
+def _has_pairs(B: torch.Tensor) -> bool:
+    """Return whether the pairs of rows of B[K, N] stand side by side, as 32-bit words a whole number of them apart."""
+    return B.stride(0) == 1 and B.stride(1) % 2 == 0
+
+
+def _by_rows(A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, *, adds: bool) -> None:
+    """Pack all of B, then multiply blocks of rows, each packed by its thread."""
+
+    def multiply(rows: slice) -> None:
+        own = A[rows] if _is_row_major(A) else _pack_rows(A[rows], A.new_empty(A[rows].shape))
+        _blocks(own, panels, out[rows], adds=adds)
+
+    panels = B.new_empty(B.shape[1], B.shape[0])
+    _on_threads(lambda columns: _pack_columns(B[:, columns], panels[columns]), _cuts(B.shape[1], limit=BLOCK_N))
+    _on_threads(multiply, _cuts(A.shape[0], limit=BLOCK_M))
+
+
+def _by_columns(A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, *, adds: bool) -> None:
+    """Pack all of A if need be, then multiply blocks of columns, each packed by its thread."""
+
+    def multiply(columns: slice) -> None:
+        own = _pack_columns(B[:, columns], B.new_empty(B[:, columns].t().shape))
+        _blocks(rows_MK, own, out[:, columns], adds=adds)
+
+    rows_MK = A
+    if not _is_row_major(A):
+        rows_MK = A.new_empty(A.shape)
+        _on_threads(lambda rows: _pack_rows(A[rows], rows_MK[rows]), _cuts(A.shape[0], limit=BLOCK_M))
+    _on_threads(multiply, _cuts(B.shape[1], limit=BLOCK_N))
+
+
+def _pack_rows(A: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    """Write A[M, K], of which columns are dense, into a dense [M, K]."""
     M, K = A.shape
-    if K % 2:
-        return torch.nn.functional.pad(A, (0, 1))
-    return A if A.stride(1) == 1 and (M == 1 or A.stride(0) >= K) else A.contiguous()
+    A_at, into_at = A.data_ptr(), into.data_ptr()
+    transpose = symbol(_TRANSPOSE_NAMES[0], *_TRANSPOSE_ARGUMENTS)
+    for m in range(0, M, STRIP):
+        transpose(K, min(STRIP, M - m), A_at + _LOW_BYTES * m, A.stride(1), into_at + _LOW_BYTES * m * K, K)
+    return into
 
 
-def _packed(B: torch.Tensor) -> torch.Tensor:
-    """Return B[K, N] as [K / 2, N, 2]: pairs of rows interleaved, an odd K padded by a row of zeros."""
-    if B.shape[0] % 2:
-        B = torch.nn.functional.pad(B, (0, 0, 0, 1))
-    return B.unflatten(0, (-1, 2)).transpose(1, 2).contiguous()
+def _pack_columns(B: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    """Write B[K, N] into a dense [N, K] as panels [K / 2, PANEL_N, 2], the last one maybe narrower."""
+    K, N = B.shape
+    transpose, transpose_pairs = (symbol(name, *_TRANSPOSE_ARGUMENTS) for name in _TRANSPOSE_NAMES)
+    strip = B.new_empty(STRIP, K)
+    B_at, into_at, strip_at, pairs = B.data_ptr(), into.data_ptr(), strip.data_ptr(), K // 2
+    for n in range(0, N, PANEL_N):
+        width, panel_at = min(PANEL_N, N - n), into_at + _LOW_BYTES * n * K
+        if _has_pairs(B):
+            transpose_pairs(width, pairs, B_at + _LOW_BYTES * n * B.stride(1), B.stride(1) // 2, panel_at, width)
+            continue
+        for column in range(0, width, STRIP):
+            num = min(STRIP, width - column)
+            transpose(K, num, B_at + _LOW_BYTES * (n + column), B.stride(0), strip_at, K)
+            transpose_pairs(num, pairs, strip_at, pairs, panel_at + _PAIR_BYTES * column, width)
+    return into
 
 
-def _parts(M: int, N: int) -> list[tuple[range, range]]:
-    """Cut rows or columns of the output, whichever has more blocks, into one part per thread."""
-    num_threads = torch.get_num_threads()
-    along_M = M >= N
-    size, block = (M, 32) if along_M else (N, BLOCK_N)
-    share = -(-size // (num_threads * block)) * block
-    cuts = [range(start, min(start + share, size)) for start in range(0, size, share)]
-    return [(cut, range(N)) if along_M else (range(M), cut) for cut in cuts]
-
-
-def _blocks(
-    A: torch.Tensor, B_packed: torch.Tensor, out: torch.Tensor, *, part: tuple[range, range], adds: bool
-) -> None:
-    """Multiply one thread's part block by block, and give the thread's tile registers back."""
+def _blocks(A: torch.Tensor, panels: torch.Tensor, out: torch.Tensor, *, adds: bool) -> None:
+    """Multiply A[M, K] by packed panels [N, K] block by block, and give the thread's tile registers back."""
     block, release = symbol(_BLOCK_NAME, *_ARGUMENTS), symbol(_RELEASE_NAME, _BOOL)
-    rows, columns = part
-    K, N = A.shape[1], B_packed.shape[1]
-    lda, ldc = A.stride(0) if A.shape[0] > 1 else K, out.stride(0) if out.shape[0] > 1 else N
-    A_at, B_at, out_at = A.data_ptr(), B_packed.data_ptr(), out.data_ptr()
-    for n in range(columns.start, columns.stop, BLOCK_N):
-        width = min(BLOCK_N, columns.stop - n)
-        for m in range(rows.start, rows.stop, BLOCK_M):
-            height = min(BLOCK_M, rows.stop - m)
+    (M, K), N = A.shape, panels.shape[0]
+    lda, ldc = max(A.stride(0), K), max(out.stride(0), N)
+    A_at, panels_at, out_at = A.data_ptr(), panels.data_ptr(), out.data_ptr()
+    for m in range(0, M, BLOCK_M):
+        for n in range(0, N, PANEL_N):
+            width = min(PANEL_N, N - n)
             block(
-                height, width, K, lda, N, ldc, adds,
-                A_at + _A_BYTES * m * lda, B_at + _B_BYTES * n, out_at + _C_BYTES * (m * ldc + n), True,  # noqa: FBT003
+                min(BLOCK_M, M - m), width, K, lda, width, ldc, adds, A_at + _LOW_BYTES * m * lda,
+                panels_at + _LOW_BYTES * n * K, out_at + _OUT_BYTES * (m * ldc + n), True,  # noqa: FBT003
             )  # fmt: skip
     release(True)  # noqa: FBT003 - C has no names
 
 
-@lru_cache(maxsize=1)
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(thread_name_prefix="brgemm")
+def _cuts(size: int, *, limit: int) -> list[slice]:
+    """Cut a side into blocks of up to ``limit``, as many as keep all of torch's threads busy."""
+    num_threads = torch.get_num_threads()
+    num_blocks = -(-size // (limit * num_threads)) * num_threads
+    block = -(-size // (num_blocks * PANEL_N)) * PANEL_N
+    return [slice(start, min(start + block, size)) for start in range(0, size, block)]
+
+
+def _on_threads(work: Callable[[slice], object], cuts: list[slice]) -> None:
+    num_threads = torch.get_num_threads()
+    if num_threads == 1 or len(cuts) == 1:
+        for cut in cuts:
+            work(cut)
+    else:
+        list(_threads(num_threads).map(work, cuts))
+
+
+@lru_cache
+def _threads(num_threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="brgemm")
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)  # threads stay behind in the parent
