@@ -236,13 +236,15 @@ def _no_key() -> torch.Tensor:
     return torch.zeros((), dtype=torch.int64, device="cpu")
 
 
-def hand_over(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Let ``new`` be known as ``old`` was, in whose place it stands."""
-    for mark in (_KEY, _NAME):
-        if hasattr(old, mark):
-            setattr(new, mark, getattr(old, mark))
-    if hasattr(old, _KEY):
-        _WEIGHTS[int(getattr(new, _KEY))] = new
+def hand_over(old: torch.Tensor, new: torch.Tensor, *, is_copy: bool = False) -> None:
+    """Let ``new`` be known as ``old`` was, in whose place it stands; a copy beside it gets a key of its own."""
+    if hasattr(old, _NAME):
+        setattr(new, _NAME, getattr(old, _NAME))
+    if hasattr(old, _KEY) and is_copy:
+        introduce(new)
+    elif hasattr(old, _KEY):
+        setattr(new, _KEY, key := getattr(old, _KEY))
+        _WEIGHTS[int(key)] = new
 
 
 def name_parameters(module: torch.nn.Module, *, prefix: str = "") -> None:

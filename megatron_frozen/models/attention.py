@@ -19,9 +19,10 @@ from megatron_frozen.models.documents import AttentionPlan
 from megatron_frozen.models.entry import column_config, enter_tensor_parallel
 from megatron_frozen.models.norm import RMSNorm
 from megatron_frozen.models.rope import RotaryTables, rotate
+from megatron_frozen.params import SharesGroups
 
 
-class Attention(nn.Module):
+class Attention(SharesGroups):
     """Causal self-attention with rotary positions; heads are cut over the tensor-parallel ranks.
 
     Input and output are [s, b, h] ([s / ranks, b, h] under sequence parallelism). Collectives: one

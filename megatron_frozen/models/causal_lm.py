@@ -23,10 +23,11 @@ from megatron_frozen.models.config import DecoderConfig, check_tensor_parallel
 from megatron_frozen.models.decoder import Decoder
 from megatron_frozen.models.documents import DocumentLengths, plan_attention
 from megatron_frozen.models.entry import column_config, enter_tensor_parallel
+from megatron_frozen.params import SharesGroups
 from megatron_frozen.partition import padded_vocab_size
 
 
-class CausalLM(nn.Module):
+class CausalLM(SharesGroups):
     """A Llama-family language model over tensor-parallel layers. State-dict keys are the Hugging Face ones.
 
     Attributes:

@@ -11,9 +11,10 @@ from megatron_frozen.comm import Group
 from megatron_frozen.layers import ColumnParallelLinear, ModelParallelConfig, RowParallelLinear
 from megatron_frozen.models.config import DecoderConfig
 from megatron_frozen.models.entry import column_config, enter_tensor_parallel
+from megatron_frozen.params import SharesGroups
 
 
-class MLP(nn.Module):
+class MLP(SharesGroups):
     """SwiGLU. Input and output are [s, b, h] ([s / ranks, b, h] under sequence parallelism), as in Attention."""
 
     def __init__(self, config: DecoderConfig, *, parallel: ModelParallelConfig, tp_group: Group) -> None:

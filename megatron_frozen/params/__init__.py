@@ -7,6 +7,7 @@ from megatron_frozen.params.gradients import grad_norm as grad_norm
 from megatron_frozen.params.gradients import sum_grads as sum_grads
 from megatron_frozen.params.gradients import sum_partial_grads as sum_partial_grads
 from megatron_frozen.params.shards import KeepsMarks as KeepsMarks
+from megatron_frozen.params.shards import SharesGroups as SharesGroups
 from megatron_frozen.params.shards import gather_full as gather_full
 from megatron_frozen.params.shards import init_shard_ as init_shard_
 from megatron_frozen.params.shards import is_partial_grad as is_partial_grad

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megatron_frozen.comm import all_gather
@@ -32,8 +34,20 @@ def set_tensor_model_parallel_attributes(
         setattr(tensor, name, value)
 
 
-class KeepsMarks(torch.nn.Module):
-    """A module whose own parameters keep their marks where torch puts new objects in their place.
+class SharesGroups(torch.nn.Module):
+    """A module that may hold process groups, which nothing can copy: its copies share them and the configs."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        for name, value in vars(self).items():
+            if value is not None and (isinstance(value, dist.ProcessGroup) or name in ("config", "parallel")):
+                memo[id(value)] = value
+        memo[id(self)] = copied = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(vars(self), memo))
+        return copied
+
+
+class KeepsMarks(SharesGroups):
+    """A module whose own parameters keep their marks where torch puts new objects in their place, and in copies.
 
     ``load_state_dict(assign=True)`` and ``to_empty`` from the meta device do; unmarked, a shard would pass for a
     replica, and a partial gradient would never be summed."""
@@ -46,6 +60,12 @@ class KeepsMarks(torch.nn.Module):
         with marks_kept(self._parameters):
             super()._load_from_state_dict(*args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = super().__deepcopy__(memo)
+        for name, param in copied._parameters.items():
+            _mark_as(self._parameters[name], param, is_copy=True)
+        return copied
+
 
 @contextmanager
 def marks_kept(params: Mapping[str, torch.nn.Parameter | None]) -> Iterator[None]:
@@ -53,13 +73,16 @@ def marks_kept(params: Mapping[str, torch.nn.Parameter | None]) -> Iterator[None
     before = dict(params)
     yield
     for name, param in params.items():
-        old = before[name]
-        if old is None or param is None or param is old:
-            continue
-        for mark in _MARKS:
-            if hasattr(old, mark):
-                setattr(param, mark, getattr(old, mark))
-        hand_over(old, param)
+        _mark_as(before[name], param, is_copy=False)
+
+
+def _mark_as(old: torch.nn.Parameter | None, new: torch.nn.Parameter | None, *, is_copy: bool) -> None:
+    if old is None or new is None or new is old:
+        return
+    for mark in _MARKS:
+        if hasattr(old, mark):
+            setattr(new, mark, getattr(old, mark))
+    hand_over(old, new, is_copy=is_copy)
 
 
 def is_sharded(param: torch.Tensor) -> bool:
