@@ -32,6 +32,7 @@ from megatron_frozen.params import (
 )
 
 Linear: TypeAlias = ColumnParallelLinear | RowParallelLinear
+_PLAIN_PRODUCTS = (ColumnParallelLinear.multiply, RowParallelLinear.multiply)
 
 
 def base_of(module: nn.Module) -> Linear:
@@ -68,6 +69,10 @@ class LoraLinear(nn.Module):
 
     forward takes what the base takes and returns its ``(output, bias)``, in the base's dtype. The factors are cast to
     the activations' dtype for the products (h = A x stays in it); their gradients come back in the factors' own.
+
+    With an adapter active the base's three steps (enter_parallel, multiply, leave_parallel) run, which a subclass may
+    override, with the adapter between them; the base itself is not called, so that neither its hooks nor a forward of
+    its own run. Put hooks on the LoraLinear.
 
     Raises ConfigError where the base is of another type, or cannot carry an adapter.
     """
@@ -179,6 +184,7 @@ class LoraLinear(nn.Module):
         weight = self.weight
         return (
             not weight.requires_grad
+            and type(self.base_layer).multiply in _PLAIN_PRODUCTS
             and weight.dtype == input_.dtype
             and weight.shape[1] == input_.shape[-1]
             and not torch.is_autocast_enabled(input_.device.type)

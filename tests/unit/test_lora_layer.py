@@ -10,9 +10,10 @@ from torch import Tensor
 
 from megatron_frozen.diagnostics import Recorder
 from megatron_frozen.errors import ConfigError
+from megatron_frozen.layers import ColumnParallelLinear
 from megatron_frozen.lora import LoraConfig, LoraLinear, adapter_delta
 from megatron_frozen.testing import assert_close_to, assert_no_worse_than
-from tests.unit.lora_toys import column, row, seeded, with_adapter
+from tests.unit.lora_toys import column, config_for, row, seeded, set_weight, with_adapter
 
 IN, OUT, R = 7, 5, 3
 W, A, B = seeded(OUT, IN, seed=1), seeded(R, IN, seed=2), seeded(OUT, R, seed=3)
@@ -198,6 +199,19 @@ def test_bias_stays_the_business_of_the_base() -> None:
         assert expected is not None
         torch.testing.assert_close(output.detach().double(), expected + (0 if skip else 7), atol=1e-5, rtol=1e-5)
         assert (bias is base.bias) == skip
+
+
+class _Clamped(ColumnParallelLinear):
+    def multiply(self, input_parallel: Tensor) -> Tensor:
+        return super().multiply(input_parallel).clamp(max=0.5)
+
+
+def test_a_base_with_a_product_of_its_own_keeps_it() -> None:
+    base = _Clamped(IN, OUT, config=config_for(), init_method=torch.nn.init.zeros_, bias=False)
+    set_weight(base, W)
+    layer, input_ = with_adapter(base, A, B), seeded(4, 2, IN, seed=4)
+    expected = (input_ @ W.t()).clamp(max=0.5) + 2 * input_ @ A.t() @ B.t()
+    torch.testing.assert_close(layer(input_)[0], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_the_wrapper_shows_the_base_and_its_adapters() -> None:
