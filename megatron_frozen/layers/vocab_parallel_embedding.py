@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from megatron_frozen.autograd.grad_dtype import kept_grad_dtype
+from megatron_frozen.autograd.wide_embedding import EmbeddingWithWideGradient
 from megatron_frozen.comm import reduce_from_tensor_model_parallel_region, reduce_scatter_to_sequence_parallel_region
 from megatron_frozen.comm.groups import Group, chosen_group, group_rank, group_size
 from megatron_frozen.errors import ConfigError, LayoutError
@@ -95,6 +97,8 @@ class VocabParallelEmbedding(KeepsMarks):
         padding = None if self.padding_idx is None else self.padding_idx - self.vocab_start_index
         if padding is not None and not 0 <= padding < self.num_embeddings_per_partition:
             padding = None  # another rank holds that row
+        if kept_grad_dtype(self.weight) != self.weight.dtype:
+            return EmbeddingWithWideGradient.apply(self.weight, local, padding)
         return F.embedding(local, self.weight, padding_idx=padding)
 
     def extra_repr(self) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron_frozen.autograd.grad_dtype import kept_grad_dtype
 from megatron_frozen.layers import ModelParallelConfig
 from megatron_frozen.layers.parts import new_parameter
 from megatron_frozen.params import KeepsMarks, mark_partial_grad
@@ -44,7 +45,7 @@ class _RMSNorm(torch.autograd.Function):
     Shapes: input [..., h]; weight [h]; result [..., h].
     Forward: weight * round(input / sqrt(mean(input^2) + eps)), round being the cast to the input's dtype.
     Dgrad: r (g - x r^2 mean(g x)), with g = weight * grad and r the inverse root, summed in fp32.
-    Wgrad: the sum over leading dims of grad * x r, only where the weight trains.
+    Wgrad: the sum over leading dims of grad * x r, only where the weight trains, in ``weight.grad_dtype``.
     Dbias: none.
     Collectives: none.
     Saved: input, weight, and r [..., 1].
@@ -56,6 +57,7 @@ class _RMSNorm(torch.autograd.Function):
         wide = input_.to(_wide(input_.dtype))
         inverse_rms = (_dot(wide, wide) / input_.shape[-1] + eps).rsqrt_()
         ctx.save_for_backward(input_, weight, inverse_rms)
+        ctx.weight_grad_dtype = kept_grad_dtype(weight)
         return (wide * inverse_rms).to(input_.dtype) * weight
 
     @staticmethod
@@ -71,7 +73,8 @@ class _RMSNorm(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             normalised = (wide * inverse_rms).to(input_.dtype)
             leading = tuple(range(input_.dim() - 1))
-            grad_weight = (grad_output * normalised).sum(leading, dtype=inverse_rms.dtype).to(weight.dtype)
+            factor = grad_output.to(torch.promote_types(grad_output.dtype, ctx.weight_grad_dtype))
+            grad_weight = (factor * normalised).sum(leading, dtype=inverse_rms.dtype).to(ctx.weight_grad_dtype)
         return grad_input, grad_weight, None
 
 

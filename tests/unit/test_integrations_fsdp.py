@@ -10,6 +10,8 @@ import torch
 
 from megatron_frozen.errors import ConfigError
 from megatron_frozen.integrations import fsdp
+from megatron_frozen.layers import ModelParallelConfig, VocabParallelEmbedding
+from megatron_frozen.models.norm import RMSNorm
 from megatron_frozen.testing import relative_error, run_ranks
 from tests.unit import fsdp_ranks
 from tests.unit.test_autograd_trainable_linear import trainable
@@ -62,6 +64,7 @@ def test_what_it_cannot_do_is_refused() -> None:
     for said in run_ranks(2, fsdp_ranks.refusals):
         assert "fp32_grads was given a MLP of which no part is sharded" in said["not sharded"]
         assert "trainable torch.bfloat16 parameter (FSDPLinear.weight)" in said["bf16"]
+        assert "gradient FSDP2 rounds to that dtype in the end" in said["bf16"]
         assert "fp32_grads was given a compiled FSDPLinear" in said["compiled"]
         assert "fp32_grads was given a compiled OptimizedModule" in said["wrapped"]
         assert "fp32_grads was given a compiled FSDPLinear" in said["compiled later"]
@@ -90,6 +93,26 @@ def test_linear_returns_gradients_in_the_dtype_that_the_leaf_keeps(repeats: int)
             assert param.grad is not None
             assert param.grad.dtype == dtype
             assert low <= relative_error(param.grad, true) < high
+
+
+def test_embedding_and_norm_do_too() -> None:
+    torch.manual_seed(0)
+    config = ModelParallelConfig(params_dtype=torch.bfloat16)
+    ids = torch.randint(0, 3, (64, 32))
+    embedding = VocabParallelEmbedding(8, 16, init_method=torch.nn.init.normal_, config=config)
+    norm = RMSNorm(16, eps=1e-6, parallel=config)
+    grad = torch.randn(64, 32, 16).bfloat16()
+    rows = embedding.weight.detach().double()[ids]
+    normalised = (rows / (rows.square().mean(-1, keepdim=True) + 1e-6).sqrt()).bfloat16()
+    one_hot = torch.nn.functional.one_hot(ids, 8).double()
+    exact = torch.einsum("sbv,sbh->vh", one_hot, grad.double()), (grad.double() * normalised.double()).sum((0, 1))
+    for dtype, low, high in ((torch.bfloat16, ROUNDED, 0.1), (torch.float32, 0.0, EXACT)):
+        for module, given, true in ((embedding, ids, exact[0]), (norm, rows.bfloat16(), exact[1])):
+            module.weight.grad, module.weight.grad_dtype = None, dtype
+            module(given).backward(grad)
+            assert module.weight.grad is not None
+            assert module.weight.grad.dtype == dtype
+            assert low <= relative_error(module.weight.grad, true) < high
 
 
 @pytest.mark.parametrize(("backend", "rounds"), [("eager", False), ("aot_eager", True)])
