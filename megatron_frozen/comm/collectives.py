@@ -22,11 +22,16 @@ _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
+def _is_async(wanted: bool) -> bool:  # noqa: FBT001
+    """Return whether to hand out a handle: never in a compiled graph, which places the waiting itself."""
+    return wanted and not torch.compiler.is_compiling()
+
+
 def all_reduce_(tensor: torch.Tensor, *, group: Group, op: str = "sum", async_op: bool = False) -> Result:
     """Reduce a dense ``tensor`` of any shape in place over ``group``: one all-reduce."""
     if group_size(group) == 1:
         return tensor, None
-    return tensor, dist.all_reduce(tensor, op=_OPS[op], group=group, async_op=async_op)
+    return tensor, dist.all_reduce(tensor, op=_OPS[op], group=group, async_op=_is_async(async_op))
 
 
 def all_reduce(tensor: torch.Tensor, *, group: Group, op: str = "sum", async_op: bool = False) -> Result:
@@ -48,7 +53,7 @@ def all_gather(tensor: torch.Tensor, *, group: Group, dim: int = 0, async_op: bo
     assert dim == 0 or not async_op, "an asynchronous all-gather joins along dim 0"
     shape = [world_size * tensor.shape[0], *tensor.shape[1:]]
     gathered = tensor.new_empty(shape)
-    work = _ALL_GATHER(gathered, tensor.contiguous(), group=group, async_op=async_op)
+    work = _ALL_GATHER(gathered, tensor.contiguous(), group=group, async_op=_is_async(async_op))
     return (gathered, work) if dim == 0 else (torch.cat(gathered.chunk(world_size), dim=dim), work)
 
 
@@ -65,7 +70,7 @@ def reduce_scatter(tensor: torch.Tensor, *, group: Group, dim: int = 0, async_op
     if dim != 0:
         tensor = torch.cat(tensor.chunk(world_size, dim=dim))
     scattered = tensor.new_empty([tensor.shape[0] // world_size, *tensor.shape[1:]])
-    work = _REDUCE_SCATTER(scattered, tensor.contiguous(), group=group, async_op=async_op)
+    work = _REDUCE_SCATTER(scattered, tensor.contiguous(), group=group, async_op=_is_async(async_op))
     return scattered, work
 
 
