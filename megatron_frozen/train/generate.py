@@ -65,4 +65,6 @@ def _next_logits(model: CausalLM, token_ids: Sequence[int], *, device: torch.dev
 def _choose(logits_V: Tensor, *, temperature: float, generator: torch.Generator) -> int:
     if temperature == 0.0:
         return int(logits_V.argmax())
-    return int(torch.multinomial(torch.softmax(logits_V.cpu() / temperature, dim=0), 1, generator=generator))
+    # fp64, and the largest first made 0, so that the tiniest temperature gives -inf to the others and no NaN to it.
+    below_max_V = (logits_V - logits_V.max()).double().cpu()
+    return int(torch.multinomial(torch.softmax(below_max_V / temperature, dim=0), 1, generator=generator))

@@ -62,6 +62,12 @@ def test_temperature_draws_the_same_tokens_on_every_rank(tmp_path):
     assert first[:6] != likeliest(folder)
 
 
+def test_the_tiniest_temperature_is_the_likeliest_answer(tmp_path):
+    folder = str(toy_model(tmp_path / "base"))
+    for temperature in (1e-300, 5e-324):
+        assert run_ranks(1, tokens, folder, {"temperature": temperature})[0] == likeliest(folder)
+
+
 def test_sample_is_the_first_held_out_question(tmp_path):
     tokenizer = load_tokenizer(toy_folder(tmp_path / "chat"))
     chat = ChatRow(
