@@ -35,9 +35,10 @@ def find_targets(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
     linears = {name: module for name, module in modules.items() if is_linear(module)}
     if not linears:
         raise ConfigError("the model has no ColumnParallelLinear or RowParallelLinear, and LoRA adapts nothing else")
-    _check_all_match(matches, linears=list(linears), tied=_head_is_tied(model))
+    one_text = isinstance(config.target_modules, str)
+    _check_all_match(matches, linears=list(linears), tied=_head_is_tied(model), one_text=one_text)
     chosen = {name for names in matches.values() for name in names}
-    if config.layers_to_transform is not None and not isinstance(config.target_modules, str):
+    if config.layers_to_transform is not None and not one_text:
         chosen = _in_layers(chosen, config.layers_to_transform)
     shared = _shared_weights(model)
     for name in sorted(chosen):
@@ -64,13 +65,19 @@ def _match(config: LoraConfig, names: list[str]) -> dict[str, list[str]]:
     return {target: [name for name in names if f".{name}".endswith(f".{target}")] for target in targets}
 
 
-def _check_all_match(matches: dict[str, list[str]], *, linears: list[str], tied: bool) -> None:
+def _check_all_match(matches: dict[str, list[str]], *, linears: list[str], tied: bool, one_text: bool) -> None:
     missing = [target for target, names in matches.items() if not names]
     if not missing:
         return
     if tied and "lm_head" in missing:
         raise ConfigError(f"LoRA target lm_head: {_TIED}")
     known = list(dict.fromkeys(name.rpartition(".")[2] for name in linears))
+    if one_text:
+        name = missing[0] if missing[0] in known else known[0]
+        raise ConfigError(
+            f"LoRA target_modules is one text, so a regular expression for whole paths, and '{missing[0]}' matches "
+            f"none; give names as a list, as in [{name}]; the model's linears are {', '.join(known)}"
+        )
     described = " or ".join(f"'{target}'{nearest(target, known)}" for target in missing)
     raise ConfigError(
         f"no module of the model matches LoRA target_modules {described}; its linears are {', '.join(known)}"

@@ -56,6 +56,12 @@ def test_only_the_layers_asked_for_get_adapters() -> None:
     ]
 
 
+def test_one_string_that_is_a_name_is_told_to_be_a_list() -> None:
+    text = r"one text, so a regular expression for whole paths, and 'up_proj' matches none; .* as in \[up_proj\];"
+    with pytest.raises(ConfigError, match=text):
+        apply_lora(Stack(), LoraConfig(target_modules="up_proj"))
+
+
 class Fused(nn.Module):
     """A block with a fused qkv projection, as in Megatron."""
 
@@ -76,7 +82,7 @@ class Fused(nn.Module):
             "no module of the model matches LoRA target_modules 'q_proj' or 'v_proj'; its linears are linear_qkv",
         ),
         (["linear_qkv", "q_proj"], "target_modules 'q_proj'; its linears are"),
-        ("linear_q", "'linear_q', did you mean 'linear_qkv'\\?"),
+        (".*q_proj", r"and '\.\*q_proj' matches none; .*; the model's linears are linear_qkv, linear_fc1"),
     ],
 )
 def test_each_target_that_matches_nothing_is_named_and_nothing_is_changed(targets: Any, message: str) -> None:
