@@ -23,7 +23,8 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
     """Yield a path to write a file to; it becomes the file `path` when the body ends without an exception.
 
     The yielded path has the same name in a temporary folder, so what goes by suffixes works.
-    Raises CheckpointError if `path` is a folder. Parent folders are made. No collectives: call it on one rank.
+    Raises CheckpointError if `path` is a folder, and for an OSError, as of a full disk. Parent folders are made. No
+    collectives: call it on one rank.
     """
     path = Path(path)
     if path.is_dir():
@@ -43,7 +44,8 @@ def atomic_folder(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
 
     A folder that is there already and holds anything raises CheckpointError before the body, unless `replace` is true:
     then the old folder stays until the new one is complete (only between the last two renames is neither under its
-    name). Parent folders are made. No collectives: call it on one rank.
+    name). An OSError, as of a full disk, becomes a CheckpointError. Parent folders are made. No collectives: call it on
+    one rank.
     """
     path = Path(path)
     if path.exists() and not path.is_dir():
@@ -93,12 +95,20 @@ def _temporary(path: Path) -> Iterator[Path]:
                 _remove_if_abandoned(entry)
         temporary, lock = _create_locked(path)
     except OSError as error:
-        raise CheckpointError(f"cannot write {path} ({error.strerror}); check the path and its permissions") from error
+        raise _refusal(path, error) from error
     try:
         yield temporary
+    except OSError as error:
+        raise _refusal(path, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         os.close(lock)
+
+
+def _refusal(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"cannot write {path} ({error}); check the path and its permissions, and free some space on its disk"
+    )
 
 
 def _create_locked(path: Path) -> tuple[Path, int]:

@@ -16,7 +16,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"cannot read {path} ({error.strerror}); check the path") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); repair it or copy it again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, and must hold an object {{...}}")

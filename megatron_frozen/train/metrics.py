@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megatron_frozen.errors import CheckpointError
 from megatron_frozen.io import atomic_write
 
 
@@ -20,18 +22,24 @@ class MetricsFile:
         self.records = [] if from_step is None else [r for r in read_metrics(path) if r["step"] <= from_step]
         with atomic_write(path) as temporary:
             temporary.write_text("".join(json.dumps(record) + "\n" for record in self.records), encoding="utf-8")
-        self._file = path.open("a", encoding="utf-8")
+        self._path, self._file = path, path.open("a", encoding="utf-8")
 
     def write(self, kind: str, *, step: int, **values: Any) -> None:
-        """Append one record; it is on disk when this returns."""
+        """Append one record; other processes can read it when this returns. CheckpointError if the disk is full."""
         record = {"kind": kind, "step": step, **values}
         self.records.append(record)
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot add to {self._path} ({error.strerror}); free space on its disk, and start again to resume"
+            ) from error
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with suppress(OSError):  # only what a failed write has left, and that was told
+            self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ import pytest
 
 from megatron_frozen.errors import CheckpointError
 from megatron_frozen.io import atomic_folder, atomic_write, read_json, write_json
+from tests.unit.disk_limit import largest_file
 
 
 def names(folder: Path) -> list[str]:
@@ -142,6 +143,17 @@ def test_target_of_the_wrong_kind(tmp_path, writer, target, message):
         pytest.fail("the body ran")
 
 
+@pytest.mark.parametrize("kind", ["atomic_write", "atomic_folder"])
+def test_file_that_the_system_cuts_off_is_named_and_leaves_nothing(tmp_path, kind):
+    with (
+        largest_file(num_bytes=100),
+        pytest.raises(CheckpointError, match=r"cannot write .*target \(.*File too large.*\); .*and free some space on its disk"),
+        {"atomic_write": atomic_write, "atomic_folder": atomic_folder}[kind](tmp_path / "target") as temporary,
+    ):
+        (temporary if kind == "atomic_write" else temporary / "inner").write_text("x" * 200)
+    assert names(tmp_path) == []
+
+
 def test_json_round_trip_keeps_unicode(tmp_path):
     value = {"a": [1, 2.5, None], "b": "Ġ漢"}
     write_json(tmp_path / "x.json", value)
@@ -155,6 +167,7 @@ def test_json_round_trip_keeps_unicode(tmp_path):
         (None, r"cannot read .*x\.json \(No such file or directory\); check the path"),
         (b'{"a": ', r"x\.json is not valid JSON .*; repair it or copy it again"),
         (b"\xff\xfe", r"x\.json is not valid JSON"),
+        (b'{"a": ' + b"[" * 200_000, r"x\.json is not valid JSON .*recursion"),
         (b"[1]", r"x\.json holds a JSON list, and must hold an object"),
     ],
 )

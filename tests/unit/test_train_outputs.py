@@ -7,11 +7,13 @@ import json
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_frozen.errors import CheckpointError
 from megatron_frozen.train.metrics import MetricsFile, read_metrics
 from megatron_frozen.train.plot import plot_loss
 from megatron_frozen.train.progress import Progress
 from megatron_frozen.train.schedule import learning_rate_at
 from megatron_frozen.train.tensorboard import TensorBoardLog
+from tests.unit.disk_limit import largest_file
 
 
 def test_learning_rate_rises_then_falls_as_a_cosine():
@@ -48,6 +50,17 @@ def test_metrics_are_cut_back_to_the_step_of_a_resume(tmp_path):
     for junk in (b"\xff\xfe", b"5", b"{}", b'{"kind": "train", "step": "1"}'):
         path.write_bytes(b'{"kind": "train", "step": 1, "loss": 2.0}\n' + junk + b"\n")
         assert [record["step"] for record in read_metrics(path)] == [1]
+
+
+def test_metrics_on_a_full_disk_name_their_file(tmp_path):
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", from_step=None)
+    metrics.write("train", step=1, loss=1.0)
+    text = r"cannot add to .*metrics\.jsonl \(File too large\); free space on its disk, and start again to resume"
+    with largest_file(num_bytes=60):
+        with pytest.raises(CheckpointError, match=text):
+            metrics.write("train", step=2, loss=0.5)
+        metrics.close()
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1]
 
 
 def test_tensorboard_hides_what_a_resume_does_again(tmp_path):
