@@ -172,12 +172,12 @@ def vocab_parallel_cross_entropy(
 ) -> torch.Tensor:
     """Return the loss per token [...] in fp32 of logits [..., V/ranks] whose vocabulary is cut over the group.
 
-    target [...] holds global ids, int64; -100 gives loss 0 and no gradient. label_smoothing is in [0, 1). Two
+    target [...] holds global ids, int64 or int32; -100 gives loss 0 and no gradient. label_smoothing is in [0, 1). Two
     all-reduces of token-sized tensors forward, none backward. The logits stay untouched. See
     ``VocabParallelCrossEntropy``.
 
-    Raises LayoutError where shapes differ or, on the CPU, an id is out of range (on a GPU looking would stall it), and
-    ConfigError for a label_smoothing out of range.
+    Raises LayoutError where shapes differ, the targets are no ids or, on the CPU, an id is out of range (on a GPU
+    looking would stall it), and ConfigError for a label_smoothing out of range.
     """
     group = chosen_group(tp_group)
     return checked_cross_entropy(vocab_parallel_logits, target, label_smoothing=label_smoothing, group=group)
@@ -192,9 +192,16 @@ def checked_cross_entropy(
             f"cross-entropy got logits of shape {list(vocab_parallel_logits.shape)} and targets of shape "
             f"{list(target.shape)}; give one target id for each row of logits"
         )
+    if target.dtype not in (torch.int64, torch.int32):
+        raise LayoutError(f"cross-entropy got targets of {target.dtype}; give token ids as torch.int64 or torch.int32")
     if not 0.0 <= label_smoothing < 1.0:
         raise ConfigError(f"label_smoothing is {label_smoothing}; it takes a number from 0 up to, not including, 1")
     num_vocab = vocab_parallel_logits.shape[-1] * group_size(group)
+    if label_smoothing and num_vocab == 1:
+        raise ConfigError(
+            f"label_smoothing is {label_smoothing} over a vocabulary of 1, which has no other id to smooth over; "
+            f"set it to 0"
+        )
     if target.device.type == "cpu" and not torch.compiler.is_compiling():
         wrong = target[((target < 0) | (target >= num_vocab)) & (target != IGNORED_TARGET)]
         if wrong.numel():
@@ -202,4 +209,4 @@ def checked_cross_entropy(
                 f"cross-entropy over a vocabulary of {num_vocab} got the target id {int(wrong[0])}; "
                 f"ids go from 0 to {num_vocab - 1}, and {IGNORED_TARGET} marks a token to ignore"
             )
-    return VocabParallelCrossEntropy.apply(vocab_parallel_logits, target, label_smoothing, group)
+    return VocabParallelCrossEntropy.apply(vocab_parallel_logits, target.long(), label_smoothing, group)

@@ -260,3 +260,17 @@ def test_refusals() -> None:
         message = f"label_smoothing is {smoothing}; it takes a number from 0 up to, not including, 1"
         with pytest.raises(ConfigError, match=message):
             vocab_parallel_cross_entropy(torch.zeros(6, V), torch.zeros(6, dtype=torch.int64), smoothing)
+    for dtype in (torch.float32, torch.uint8, torch.bool, torch.int16):
+        message = f"cross-entropy got targets of {dtype}; give token ids as torch.int64 or torch.int32"
+        with pytest.raises(LayoutError, match=message):
+            vocab_parallel_cross_entropy(torch.zeros(6, V), torch.zeros(6, dtype=dtype))
+    message = "label_smoothing is 0.1 over a vocabulary of 1, which has no other id to smooth over; set it to 0"
+    with pytest.raises(ConfigError, match=message):
+        vocab_parallel_cross_entropy(torch.zeros(6, 1), torch.zeros(6, dtype=torch.int64), 0.1)
+
+
+def test_int32_ids_and_a_vocabulary_of_one() -> None:
+    logits = seeded(6, V, seed=1, dtype=torch.float32)
+    loss = vocab_parallel_cross_entropy(logits, targets(6).int())
+    assert torch.equal(loss, vocab_parallel_cross_entropy(logits, targets(6)))
+    assert not vocab_parallel_cross_entropy(logits[:, :1], torch.zeros(6, dtype=torch.int64)).any()
