@@ -147,7 +147,9 @@ def test_target_of_the_wrong_kind(tmp_path, writer, target, message):
 def test_file_that_the_system_cuts_off_is_named_and_leaves_nothing(tmp_path, kind):
     with (
         largest_file(num_bytes=100),
-        pytest.raises(CheckpointError, match=r"cannot write .*target \(.*File too large.*\); .*and free some space on its disk"),
+        pytest.raises(
+            CheckpointError, match=r"cannot write .*target \(.*File too large.*\); .*and free some space on its disk"
+        ),
         {"atomic_write": atomic_write, "atomic_folder": atomic_folder}[kind](tmp_path / "target") as temporary,
     ):
         (temporary if kind == "atomic_write" else temporary / "inner").write_text("x" * 200)
