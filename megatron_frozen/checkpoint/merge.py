@@ -19,9 +19,10 @@ def merge_adapter(
 ) -> None:
     """Write W + scale * B A of the active adapter, and all else as it is, as a Hugging Face folder; the model stays.
 
-    Product and sum are in fp32 and rounded once to `dtype`, None being each weight's own. A change below half a step of
-    a bf16 weight is lost in that rounding; `dtype=torch.float32` keeps it. The rest is as in save_hf_folder:
-    `source_folder` lends config.json and tokenizer files, every rank calls it, one all-gather per sharded tensor.
+    Product and sum are in fp32 (fp64 for an fp64 base) and rounded once to `dtype`, None being each weight's own. A
+    change below half a step of a bf16 weight is lost in that rounding; `dtype=torch.float32` keeps it. The rest is as
+    in save_hf_folder: `source_folder` lends config.json and tokenizer files, every rank calls it, one all-gather per
+    sharded tensor.
 
     Raises ConfigError if no adapter is active or `source_folder` is of another model, CheckpointError if the folder is
     in use.
@@ -53,5 +54,5 @@ def merged(parameter: nn.Parameter, layer: LoraLinear | None, *, dtype: torch.dt
     Collectives: none, but one all-gather where FSDP cut the parameter."""
     shard = whole(parameter.detach())
     if layer is not None and layer.active_adapter:
-        shard = shard.float() + adapter_delta(layer)
+        shard = shard + adapter_delta(layer)  # which is fp32 or wider
     return shard.to(dtype)

@@ -197,7 +197,8 @@ class LoraLinear(nn.Module):
 
 
 def adapter_delta(layer: LoraLinear, *, adapter_name: str | None = None) -> torch.Tensor:
-    """Return scale * B A in fp32, of the shape of the base's weight shard, for the active adapter or a named one.
+    """Return scale * B A in fp32 (fp64 for an fp64 base), of the shape of the base's weight shard, for the active
+    adapter or a named one.
 
     No collective: each rank's factors give exactly its part of the full product.
     """
@@ -208,4 +209,5 @@ def adapter_delta(layer: LoraLinear, *, adapter_name: str | None = None) -> torc
             f"name one that it holds"
         )
     A, B = layer.lora_A[name].detach(), layer.lora_B[name].detach()
-    return gemm.dgrad(B.float(), A.float()).mul_(layer.adapters[name].scale)
+    wide = torch.promote_types(layer.weight.dtype, torch.float32)
+    return gemm.dgrad(B.to(wide), A.to(wide)).mul_(layer.adapters[name].scale)

@@ -95,6 +95,19 @@ def test_changes_under_half_a_step_live_on_in_fp32(tmp_path):
         torch.testing.assert_close(merged.float(), torch.full((64, 64), value), atol=1e-6, rtol=0)
 
 
+def test_a_double_base_is_merged_in_double(tmp_path):
+    tiny_model("llama", num_hidden_layers=1).save_pretrained(tmp_path / "base")
+    model = load(tmp_path / "base", dtype=torch.float64)
+    add_adapter(model, target_modules=["q_proj"])
+    ((_, layer),) = named_lora_layers(model)
+    with torch.no_grad():
+        layer.weight.add_(1e-12)  # below a step of fp32
+    merge_adapter(model, tmp_path / "out")
+    exact = layer.weight + 2 * (layer.lora_B["default"].double() @ layer.lora_A["default"].double())
+    merged = io.read_safetensors(tmp_path / "out" / "model.safetensors")[f"{Q_PROJ}.weight"]
+    torch.testing.assert_close(merged, exact.detach(), atol=1e-15, rtol=0)
+
+
 def merge_on_ranks(rank: int, world_size: int, base: Path, out: Path) -> list[tuple[str, Tensor, Tensor]]:
     initialize_model_parallel(world_size)
     model = load(base, tp_size=world_size)
