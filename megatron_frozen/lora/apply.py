@@ -128,7 +128,10 @@ def set_active_adapter(model: nn.Module, adapter_name: str | None) -> None:
 
 @contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
-    """Within this context the model is the base model: every LoraLinear runs its base alone."""
+    """Within this context the model is the base model: every LoraLinear runs its base alone.
+
+    It must span the forward and the backward alike, as layers under activation checkpointing run again in the backward.
+    """
     active = [(layer, layer.active_adapter) for _, layer in named_lora_layers(model)]
     for layer, _ in active:
         layer.active_adapter = None
