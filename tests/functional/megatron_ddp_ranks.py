@@ -113,25 +113,65 @@ def _exact(model: nn.Module, calls: Calls) -> dict[str, Tensor]:
     return totals
 
 
+def _wrap(model: nn.Module, *, overlap: bool) -> Any:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer import TransformerConfig
+
+    return DistributedDataParallel(
+        TransformerConfig(num_layers=1, hidden_size=HIDDEN, num_attention_heads=1),
+        DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, bucket_size=HIDDEN * WIDE),
+        model,
+    )
+
+
+def add_256_and_1(rank: int, world_size: int, way: str) -> tuple[list[float], list[torch.dtype]]:
+    """Return the averaged gradients of weight and bias, of which rank r brings 256 ** (1 - r), and their dtypes.
+
+    way: "ranks" brings the numbers in one backward on each rank; "micro-batches" both on each rank, one by one.
+    """
+    with megatron_on_cpu():
+        config = ModelParallelConfig(gradient_accumulation_fusion=True, params_dtype=torch.bfloat16)
+        model = ColumnParallelLinear(1, 1, config=config, init_method=nn.init.ones_)
+        wrapped = _wrap(model, overlap=False)
+        wrapped.zero_grad_buffer()
+        for number in (256.0, 1.0) if way == "micro-batches" else (256.0 ** (1 - rank),):
+            output, _ = wrapped(torch.ones(1, 1, 1, dtype=torch.bfloat16))
+            output.backward(torch.full_like(output, number))
+            assert all(parameter.grad is None for parameter in model.parameters())
+        wrapped.finish_grad_sync()
+        buffers: list[Tensor] = [parameter.main_grad for parameter in model.parameters()]  # pyright: ignore[reportAttributeAccessIssue]
+        return [buffer.item() for buffer in buffers], [buffer.dtype for buffer in buffers]
+
+
+def main_grads(rank: int, world_size: int, backend: str | None) -> list[Tensor]:
+    """Return the averaged main_grads after three overlapped micro-batches, of layers compiled by a backend, if any."""
+    with megatron_on_cpu():
+        model = Untied(ModelParallelConfig(gradient_accumulation_fusion=True, params_dtype=torch.bfloat16))
+        wrapped = _wrap(model, overlap=True)
+        wrapped.zero_grad_buffer()
+        if backend is not None:
+            torch._dynamo.reset()
+            model.compile(fullgraph=True, backend=backend)
+        for micro_batch in range(MICRO_BATCHES):
+            with nullcontext() if micro_batch == MICRO_BATCHES - 1 else wrapped.no_sync():
+                output = wrapped(model.random_input(10 * rank + micro_batch))
+                output.backward(whole_numbers(*output.shape, seed=micro_batch, limit=32))
+        wrapped.finish_grad_sync()
+        flags = [parameter.grad_added_to_main_grad for parameter in model.parameters()]  # pyright: ignore[reportAttributeAccessIssue]
+        assert all(flags)
+        return [parameter.main_grad for parameter in model.parameters()]  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def train(rank: int, world_size: int, kind: type[nn.Module], options: dict[str, bool]) -> dict[str, float]:
     """Run two steps of three micro-batches; return the largest error of each averaged main_grad of the last step.
 
     options: fusion; overlap of the reduction with the backward.
     """
     with megatron_on_cpu():
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.transformer import TransformerConfig
-
         config = ModelParallelConfig(gradient_accumulation_fusion=options["fusion"], params_dtype=torch.bfloat16)
         model: Any = kind(config)
         calls = _watch(model)
-        wrapped = DistributedDataParallel(
-            TransformerConfig(num_layers=1, hidden_size=HIDDEN, num_attention_heads=1),
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True, overlap_grad_reduce=options["overlap"], bucket_size=HIDDEN * WIDE
-            ),
-            model,
-        )
+        wrapped = _wrap(model, overlap=options["overlap"])
         for step in range(STEPS):
             calls.clear()
             wrapped.zero_grad_buffer()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -72,6 +73,29 @@ def test_one_graph_with_the_values_of_eager(backend: str, *, flag: bool) -> None
         assert len(actual) == len(expected) == 1 + num_inputs
         assert all(torch.equal(ours, eager) for ours, eager in zip(actual, expected, strict=True))
     assert set(seen_by_hook) == ({True} if flag else {None})  # before a wrapper looks, on every pass
+
+
+def largest_allocation(function: Any) -> int:
+    """Return the most bytes that one operator allocates while the function runs."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        function()
+    return max(event.cpu_memory_usage for event in profile.events() or [])
+
+
+@pytest.mark.parametrize(("backend", "copies"), [("eager", False), ("aot_eager", True), ("inductor", False)])
+def test_inductor_writes_in_place(backend: str, *, copies: bool) -> None:
+    """aot_eager hands the operator a copy and copies it back: the control."""
+    weight = fused_weight(flag=False, size=512)
+    bytes_of_buffer = weight.main_grad.nbytes
+    compiled = torch.compile(linear, fullgraph=True, backend=backend)
+    for is_measured in (False, True):
+        y = compiled(torch.randn(1, IN), weight)
+        grad = torch.ones_like(y)
+        if is_measured:
+            largest = largest_allocation(partial(y.backward, grad))
+            assert (largest >= bytes_of_buffer) is copies
+        else:
+            y.backward(grad)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
