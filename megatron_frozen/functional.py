@@ -70,10 +70,10 @@ def linear_with_frozen_weight(
     gradient_accumulation_fusion: bool,  # noqa: FBT001 - Megatron's signature
     allreduce_dgrad: bool,  # noqa: FBT001
     sequence_parallel: bool,  # noqa: FBT001
+    tp_group: Group = None,
     grad_output_buffer: list[torch.Tensor] | None = None,
     wgrad_deferral_limit: None = None,
     async_grad_allreduce: bool | None = None,  # noqa: FBT001
-    tp_group: Group = None,
     *,
     dgrad_in_fp32: bool = False,
     allreduce_dgrad_in_fp32: bool = False,
