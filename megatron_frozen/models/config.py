@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_frozen.errors import ConfigError, nearest
-from megatron_frozen.models.rope_config import RopeConfig
+from megatron_frozen.models.rope_config import RopeConfig, check_number
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _ARCHITECTURES = {
@@ -18,23 +18,24 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-)
+# The largest that can be meant: far above any checkpoint, and low enough that no product of them overflows.
+_SIZES = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**24,
+    "intermediate_size": 2**24,
+    "num_hidden_layers": 2**12,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**14,
+    "max_position_embeddings": 2**31,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig:
     """Sizes and switches of one decoder. Field names are transformers' where it has the thing.
 
-    Raises ConfigError where a size is no whole number above 0, or sizes do not fit each other.
+    Raises ConfigError where a size is no whole number above 0 or beyond sense, or sizes do not fit each other.
     """
 
     model_type: str
@@ -75,8 +76,10 @@ class DecoderConfig:
     """Rotary embedding."""
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
-            _check_size(getattr(self, name), name=name)
+        for name, largest in _SIZES.items():
+            _check_size(getattr(self, name), name=name, largest=largest)
+        for name in ("rms_norm_eps", "initializer_range"):
+            check_number(getattr(self, name), name=name)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"num_attention_heads {self.num_attention_heads} is no multiple of num_key_value_heads "
@@ -93,7 +96,7 @@ class DecoderConfig:
             )
         for window in self.layer_windows:
             if window is not None:
-                _check_size(window, name="sliding_window")
+                _check_size(window, name="sliding_window", largest=2**31)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> DecoderConfig:
@@ -105,7 +108,7 @@ class DecoderConfig:
         model_type = _checked_model_type(config)
         _refuse_unsupported(config)
         hidden_size, num_heads = _needed(config, "hidden_size"), _needed(config, "num_attention_heads")
-        attention_bias = bool(config.get("attention_bias", False)) and model_type in ("llama", "qwen3")
+        attention_bias = _flag(config, "attention_bias") and model_type in ("llama", "qwen3")
         return cls(
             model_type=model_type,
             vocab_size=_needed(config, "vocab_size"),
@@ -118,10 +121,10 @@ class DecoderConfig:
             max_position_embeddings=_needed(config, "max_position_embeddings"),
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
             initializer_range=config.get("initializer_range", 0.02),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tie_word_embeddings=_flag(config, "tie_word_embeddings"),
             qkv_bias=attention_bias or model_type == "qwen2",
             output_bias=attention_bias,
-            mlp_bias=bool(config.get("mlp_bias", False)) and model_type == "llama",
+            mlp_bias=_flag(config, "mlp_bias") and model_type == "llama",
             qk_norm=model_type == "qwen3",
             layer_windows=_layer_windows(config, model_type=model_type),
             rope=RopeConfig.from_hf(config),
@@ -188,10 +191,19 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
             )
 
 
-def _check_size(value: object, *, name: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"'{name}' is {value!r}; it must be a whole number above 0, so correct config.json")
+def _check_size(value: object, *, name: str, largest: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
+        raise ConfigError(
+            f"'{name}' is {value!r}; it must be a whole number from 1 to {largest}, so correct config.json"
+        )
     return value
+
+
+def _flag(config: Mapping[str, Any], name: str) -> bool:
+    value = config.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"'{name}' is {value!r}; it must be true or false, so correct config.json")
+    return bool(value)
 
 
 def _needed(config: Mapping[str, Any], name: str) -> int:
@@ -199,7 +211,7 @@ def _needed(config: Mapping[str, Any], name: str) -> int:
         raise ConfigError(
             f"config.json has no '{name}', which a decoder needs; take the config.json that came with the weights"
         )
-    return _check_size(config[name], name=name)
+    return _check_size(config[name], name=name, largest=_SIZES[name])
 
 
 def _num_key_value_heads(config: Mapping[str, Any], *, model_type: str, num_heads: int) -> int:
@@ -229,16 +241,22 @@ def _layer_windows(config: Mapping[str, Any], *, model_type: str) -> tuple[int |
     window = config.get("sliding_window", 4096)  # the default of all three families
     if model_type == "mistral":
         return (window,) * num_layers
-    window = window if config.get("use_sliding_window", False) else None
+    window = window if _flag(config, "use_sliding_window") else None
     layer_types = config.get("layer_types")
     if layer_types is None:
         first = config.get("max_window_layers", 28)
+        if not isinstance(first, int):
+            raise ConfigError(
+                f"'max_window_layers' is {first!r}; it must be a number of layers, so correct config.json"
+            )
         return tuple(window if index >= first else None for index in range(num_layers))
-    unknown = sorted(set(layer_types) - set(_LAYER_TYPES))
+    if not isinstance(layer_types, list):
+        raise ConfigError(f"'layer_types' is {layer_types!r}; it must be a list with one name per layer")
+    unknown = [kind for kind in layer_types if kind not in _LAYER_TYPES]
     if unknown:
         raise ConfigError(
             f"config.json has layer type '{unknown[0]}', but models/ runs only {' and '.join(_LAYER_TYPES)}"
-            f"{nearest(unknown[0], _LAYER_TYPES)}; choose a checkpoint with these"
+            f"{nearest(str(unknown[0]), _LAYER_TYPES)}; choose a checkpoint with these"
         )
     if window is None and "sliding_attention" in layer_types:
         raise ConfigError(

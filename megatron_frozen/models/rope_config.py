@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,26 @@ _NEEDED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
+
+
+_NUMBERS = (
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
+
+
+def check_number(value: object, *, name: str) -> None:
+    """Raise ConfigError unless `value` is a finite number above 0."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
+        raise ConfigError(f"'{name}' is {value!r}; it must be a finite number above 0, so correct config.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,15 +72,17 @@ class RopeConfig:
         if self.rope_type not in ROPE_TYPES:
             raise ConfigError(
                 f"the checkpoint's rope_type is '{self.rope_type}', but models/ computes only {', '.join(ROPE_TYPES)}"
-                f"{nearest(self.rope_type, ROPE_TYPES)}; choose a checkpoint with one of these"
+                f"{nearest(str(self.rope_type), ROPE_TYPES)}; choose a checkpoint with one of these"
             )
         for name in ("rope_theta", *_NEEDED[self.rope_type]):
+            if getattr(self, name) is None:
+                raise ConfigError(f"rope type '{self.rope_type}' needs '{name}' and has none; add it to config.json")
+        for name in _NUMBERS:
             value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-                raise ConfigError(
-                    f"rope type '{self.rope_type}' needs a number above 0 for '{name}' and got {value!r}; "
-                    f"correct it in config.json"
-                )
+            if value is not None and not (value == 0 and name.startswith("mscale")):
+                check_number(value, name=name)
+        if not isinstance(self.truncate, bool):
+            raise ConfigError(f"'truncate' is {self.truncate!r}; it must be true or false, so correct config.json")
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> RopeConfig:
@@ -68,6 +91,9 @@ class RopeConfig:
         Raises ConfigError for a partial rotary factor, for settings nested by layer type, and for a scaling that
         __post_init__ refuses.
         """
+        for name in ("rope_scaling", "rope_parameters"):
+            if not isinstance(config.get(name), Mapping | None):
+                raise ConfigError(f"'{name}' is {config[name]!r}; it must be an object or null, so correct config.json")
         scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
         nested = [key for key, value in scaling.items() if isinstance(value, Mapping)]
         if nested:
@@ -84,7 +110,8 @@ class RopeConfig:
         names = cls.__dataclass_fields__
         fields = {name: value for name, value in scaling.items() if name in names and value is not None}
         fields.setdefault("rope_type", scaling.get("type") or "default")
-        fields.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
+        if config.get("rope_theta") is not None:
+            fields.setdefault("rope_theta", config["rope_theta"])
         if config.get("original_max_position_embeddings") is not None:  # transformers lets the outer one win
             fields["original_max_position_embeddings"] = config["original_max_position_embeddings"]
         return cls(**fields)

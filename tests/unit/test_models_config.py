@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -116,16 +117,42 @@ def test_qwen_windows_from_layer_types_or_from_the_first_windowed_layer() -> Non
         (_config(rope_scaling={"type": "yarm"}), r"did you mean 'yarn'\?; choose a checkpoint with one of these"),
         (
             _config(rope_scaling={"type": "linear"}),
-            r"rope type 'linear' needs a number above 0 for 'factor' and got None",
+            r"rope type 'linear' needs 'factor' and has none; add it",
         ),
-        (_config(rope_scaling={**LLAMA3_ROPE, "low_freq_factor": -1}), r"'low_freq_factor' and got -1; correct it"),
-        (_config(rope_theta="big"), r"'rope_theta' and got 'big'; correct it"),
+        (
+            _config(rope_scaling={**LLAMA3_ROPE, "low_freq_factor": -1}),
+            r"'low_freq_factor' is -1; it must be a finite number above 0",
+        ),
+        (
+            _config(rope_theta="big"),
+            r"'rope_theta' is 'big'; it must be a finite number above 0, so correct config.json",
+        ),
+        (_config(rope_theta=0), r"'rope_theta' is 0; it must be a finite"),
+        (_config(rope_theta=10**400), r"'rope_theta' is 10+; it must be a finite"),
+        (_config(rope_parameters={"rope_theta": math.nan}), r"'rope_theta' is nan; it must be a finite"),
+        (_config(rope_scaling={**YARN_ROPE, "beta_fast": "32"}), r"'beta_fast' is '32'; it must be a finite"),
+        (_config(rope_scaling={**YARN_ROPE, "truncate": 1}), r"'truncate' is 1; it must be true or false"),
+        (_config(rope_scaling={"type": 5}), r"rope_type is '5', but models/ computes"),
+        (_config(rope_scaling=[]), r"'rope_scaling' is \[\]; it must be an object or null, so correct"),
+        (_config(rope_parameters=5), r"'rope_parameters' is 5; it must be an object or null"),
+        (_config(rms_norm_eps="a"), r"'rms_norm_eps' is 'a'; it must be a finite number above 0"),
+        (_config(rms_norm_eps=-1), r"'rms_norm_eps' is -1; it must be a finite"),
+        (_config(rms_norm_eps=math.nan), r"'rms_norm_eps' is nan; it must be a finite"),
+        (_config(rms_norm_eps=None), r"'rms_norm_eps' is None; it must be a finite"),
+        (_config(initializer_range=math.inf), r"'initializer_range' is inf; it must be a finite"),
+        (_config(tie_word_embeddings="no"), r"'tie_word_embeddings' is 'no'; it must be true or false, so correct"),
+        (_config(hidden_size=10**12), r"'hidden_size' is 10+; it must be a whole number from 1 to 16777216"),
+        (_config(vocab_size=10**30), r"'vocab_size' is 10+; it must be a whole number from 1 to"),
+        (_config(num_hidden_layers=10**9), r"'num_hidden_layers' is 10+; it must be a whole number from 1 to 4096"),
+        (_config("qwen2", use_sliding_window=True, max_window_layers="a"), r"'max_window_layers' is 'a'; it must be a"),
+        (_config("qwen2", layer_types=5), r"'layer_types' is 5; it must be a list with one name per layer"),
+        (_config("qwen2", layer_types=[["full_attention"]] * 3), r"has layer type '\['full_attention'\]', but"),
         (
             _config(rope_parameters={"full_attention": {"rope_theta": 1.0}}),
             r"per layer type \(full_attention\), but models/",
         ),
         ({**_config(), "hidden_size": None}, r"has no 'hidden_size', which a decoder needs; take"),
-        (_config(vocab_size="64"), r"'vocab_size' is '64'; it must be a whole number above 0, so correct config.json"),
+        (_config(vocab_size="64"), r"'vocab_size' is '64'; it must be a whole number from 1 to 16777216, so correct"),
         (_config(num_hidden_layers=0), r"'num_hidden_layers' is 0; it must be"),
         (_config("mistral", num_key_value_heads=2, sliding_window=0), r"'sliding_window' is 0; it must be"),
         (_config(num_key_value_heads=3), r"num_attention_heads 4 is no multiple of num_key_value_heads 3; correct"),
