@@ -31,6 +31,7 @@ from megatron_frozen.layout import fold_leading as fold_leading
 from megatron_frozen.lora import LoraConfig as LoraConfig
 from megatron_frozen.lora import adapters_disabled as adapters_disabled
 from megatron_frozen.lora import apply_lora as apply_lora
+from megatron_frozen.lora import assert_adapters_learn as assert_adapters_learn
 from megatron_frozen.lora import load_adapter as load_adapter
 from megatron_frozen.lora import save_adapter as save_adapter
 from megatron_frozen.models import CausalLM as CausalLM

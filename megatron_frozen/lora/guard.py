@@ -29,7 +29,7 @@ def assert_adapters_learn(model: nn.Module) -> None:
         raise ConfigError(
             f"no adapter gradient is other than zero ({num_absent} of {len(grads)} are absent), so nothing is learned; "
             f"the loss must depend on the adapted layers, and reentrant activation checkpointing needs "
-            f"require_input_grads(model)"
+            f"megatron_frozen.lora.require_input_grads(model)"
         )
 
 
