@@ -19,6 +19,13 @@ Place = tuple[nn.Module, str]
 """The module that holds a parameter, and the parameter's name in it."""
 
 
+def unsupported() -> str | None:
+    """Return why gradients cannot be kept in fp32 with this torch, as the end of a sentence; None if they can."""
+    if hasattr(torch.Tensor, _NEEDS):
+        return None
+    return f"torch {torch.__version__} lacks Tensor.grad_dtype; install torch 2.10 or later"
+
+
 class Fp32Grads:
     """What ``fp32_grads`` set up; ``remove()`` undoes it."""
 
@@ -76,10 +83,8 @@ def fp32_grads(module: nn.Module) -> Fp32Grads:
     parameter is itself bf16 or fp16 (FSDP2 rounds its gradient in the end, so nothing is gained), or a part of
     ``module`` is compiled; the last at a forward too.
     """
-    if not hasattr(torch.Tensor, _NEEDS):
-        raise ConfigError(
-            f"fp32_grads needs Tensor.grad_dtype, which torch {torch.__version__} lacks; install torch 2.10 or later"
-        )
+    if (why_not := unsupported()) is not None:
+        raise ConfigError(f"fp32_grads cannot widen gradients: {why_not}")
     roots = [part for part in module.modules() if isinstance(part, FSDPModule)]
     if not roots:
         raise ConfigError(

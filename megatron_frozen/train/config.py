@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_frozen.errors import ConfigError
+from megatron_frozen.integrations import fsdp
 from megatron_frozen.io import read_json
 from megatron_frozen.lora import LoraConfig
 from megatron_frozen.models import DecoderConfig, check_tensor_parallel
@@ -144,6 +145,8 @@ def check_inputs(config: TrainConfig) -> None:
     for library in _LIBRARIES:  # some are needed at the very end only, which is no time to find out
         if importlib.util.find_spec(library) is None:
             raise ConfigError(f"training needs {library}, which is not installed; pip install 'megatron-frozen[train]'")
+    if config.fsdp and (why_not := fsdp.unsupported()) is not None:
+        raise ConfigError(f"fsdp is true, but {why_not}; or set fsdp=false")
     for name in ("train_data", "eval_data"):
         path = getattr(config, name)
         if path is not None and not Path(path).is_file():

@@ -123,6 +123,8 @@ class _Job:
 
         on_first_rank(mark, doing="writing output_dir")
         self.reports = Reports(config, first_step=self.trainer.step, resumed=start.resume_from is not None)
+        if config.fsdp and not is_cut(self.trainer.model):
+            self.reports.say("fsdp has nothing to cut, as there is one data-parallel rank")
         for data in (train_data, held_out):
             for report in data.reports if data is not None else ():
                 self.reports.say(report)

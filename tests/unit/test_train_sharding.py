@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_frozen.errors import ConfigError
+from megatron_frozen.integrations import fsdp
 from megatron_frozen.testing import run_ranks
+from megatron_frozen.train.job import train
 from tests.unit import sharding_ranks
-from tests.unit.train_job_toy import toy_model
+from tests.unit.train_job_toy import toy_config, toy_model
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
@@ -37,6 +40,18 @@ def test_parts_keep_marks_and_values_also_of_a_padded_vocabulary(tmp_path: Path)
         for name in whole:
             assert cut[name][:2] == whole[name][:2], name
             assert torch.equal(cut[name][2], whole[name][2]), name
+
+
+def test_old_torch_is_refused_before_anything_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fsdp, "_NEEDS", "an_attribute_that_no_tensor_has")
+    with pytest.raises(ConfigError, match=r"fsdp is true, but torch .* or set fsdp=false"):
+        train(toy_config(tmp_path, fsdp=True))
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_rank_has_nothing_to_cut_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(toy_config(tmp_path, fsdp=True, max_steps=1))
+    assert "fsdp has nothing to cut, as there is one data-parallel rank" in capsys.readouterr().err
 
 
 def test_adapters_stay_whole_and_their_gradients_are_the_same(tmp_path: Path) -> None:
