@@ -6,7 +6,6 @@ import dataclasses
 import math
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -156,23 +155,22 @@ def _load(
     config = DecoderConfig.from_hf(read_json(folder / "config.json"))
     check_tensor_parallel(config, group_size(group))
     files = SafetensorsFolder(folder)
-    # With use_cpu_initialization the layers take torch's default device, which may be meta.
-    parallel = dataclasses.replace(
-        parallel, perform_initialization=False, use_cpu_initialization=bool(cut) or parallel.use_cpu_initialization
-    )
-    with torch.device("meta") if cut else nullcontext():
-        model = CausalLM(config, parallel=parallel, tp_group=group)
-    if cut:
-        cut(model)
-    parameters = dict(model.named_parameters())
-    problems = list(_misfits(files, parameters, config=config, group=group))
+    parallel = dataclasses.replace(parallel, perform_initialization=False)
+    # First without memory, which sizes that are wrong in config.json may ask for beyond any machine.
+    with torch.device("meta"):  # which the layers take with use_cpu_initialization
+        model = CausalLM(config, parallel=dataclasses.replace(parallel, use_cpu_initialization=True), tp_group=group)
+    problems = list(_misfits(files, dict(model.named_parameters()), config=config, group=group))
     if problems:
         shown = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
         raise CheckpointError(
             f"{folder} does not fit its config.json: {shown}; take weights and config.json from the same checkpoint"
         )
+    if cut:
+        cut(model)
+    else:
+        model = CausalLM(config, parallel=parallel, tp_group=group)
     with torch.no_grad():
-        for key, parameter in parameters.items():
+        for key, parameter in model.named_parameters():
             _read_into(parameter, files, key=key, group=group)
     return model
 

@@ -254,6 +254,13 @@ def test_a_folder_of_another_model_is_described_briefly(tmp_path):
     assert len(str(caught.value)) < 600
 
 
+def test_sizes_that_no_machine_holds_are_found_before_memory_is_asked_for(tmp_path):
+    source(tmp_path)
+    edit_config(tmp_path, vocab_size=2**24, hidden_size=2**24, intermediate_size=2**24)
+    with pytest.raises(CheckpointError, match=r"does not fit its config\.json: .* instead of \["):
+        load(tmp_path)
+
+
 def test_folders_that_are_no_checkpoint(tmp_path):
     for folder in (tmp_path / "nowhere", tmp_path):
         with pytest.raises(CheckpointError, match=r"holds no config\.json; give a Hugging Face checkpoint folder"):
