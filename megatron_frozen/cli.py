@@ -14,10 +14,12 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_frozen.bench.commands import BENCHES, run_bench
 from megatron_frozen.checkpoint.demo_model import fetch_demo_model
-from megatron_frozen.diagnostics.facts import facts_table
+from megatron_frozen.diagnostics.facts import aligned, facts_table
 from megatron_frozen.environment import launched_rank
 from megatron_frozen.errors import ConfigError, MegatronFrozenError
+from megatron_frozen.gemm import select
 from megatron_frozen.train.commands import answer_prompt, merge_folder
 from megatron_frozen.train.config import load_config
 from megatron_frozen.train.job import train
@@ -106,9 +108,29 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--cache-folder", type=Path, metavar="FOLDER")
     command.set_defaults(run=lambda given: print(fetch_demo_model(given.cache_folder)))
 
+    command = commands.add_parser("bench", help="measure, and write a CSV with what it was measured on")
+    command.add_argument("name", choices=BENCHES, metavar="NAME", help=", ".join(BENCHES))
+    command.add_argument(
+        "--output", type=Path, default=Path("benchmarks"), metavar="FOLDER", help="default: benchmarks"
+    )
+    command.add_argument("--device", choices=("cpu", "cuda"), help="cuda for gpu-check, else cpu (default)")
+    command.add_argument("--repeats", type=_positive, default=15, metavar="N", help="samples of each way (default 15)")
+    command.add_argument("--small", action="store_true", help="tiny sizes, to try it: its times mean nothing")
+    command.set_defaults(run=run_bench)
+
     command = commands.add_parser("env", help="what this installation runs on")
-    command.set_defaults(run=lambda _: print(facts_table()))
+    command.set_defaults(run=lambda _: print(facts_table(), _backends_table(), sep="\n\n"))
     return parser
+
+
+def _backends_table() -> str:
+    """Which matrix backend serves bf16 operands into fp32 here, and why the others do not."""
+    rows = [("gemm backend", "request", "serves it here")]
+    for device in ("cpu", "cuda"):
+        rows += [
+            (name, request, f"no: {reason}" if reason else "yes") for name, request, reason in select.table(device)
+        ]
+    return aligned(rows)
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:

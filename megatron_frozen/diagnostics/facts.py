@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -20,26 +21,34 @@ _PACKAGES = (
 def facts_table() -> str:
     """A table with one fact a line. Imports nothing and sets nothing up."""
     facts = [("python", platform.python_version()), ("platform", platform.platform())]
-    facts += [(name, _version(name)) for name in _PACKAGES]
-    facts += [("cpu", f"{_cpu_name()}, {torch.get_num_threads()} threads")]
+    facts += [(name, installed_version(name)) for name in _PACKAGES]
+    facts += [("cpu", f"{cpu_name()}, {torch.get_num_threads()} threads")]
     facts += [("cpu instructions", torch.backends.cpu.get_cpu_capability())]
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     facts += [("cuda devices", ", ".join(names) or "none")]
     backends = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
     facts += [("process groups", ", ".join(name for name, there in backends.items() if there) or "none")]
     facts += [(name, "on" if switch(name) else "off") for name in (LINEAR_DGRAD_FP32, DGRAD_ALLREDUCE_FP32)]
-    width = max(len(name) for name, _ in facts)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in facts)
+    return aligned(facts)
 
 
-def _version(package: str) -> str:
+def aligned(rows: Iterable[Sequence[str]]) -> str:
+    """A text with one row a line, its columns one under another."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def installed_version(package: str) -> str:
+    """The version of a distribution, or that it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor's model, where the system tells it, or its kind."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

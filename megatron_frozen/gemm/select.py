@@ -49,7 +49,7 @@ def _chosen(request: Request, wish: str | None) -> Backend:
         if reason is not None:
             raise ConfigError(f"the gemm backend '{wish}' cannot serve {request}: {reason}; leave the choice open")
         return BACKENDS[wish]
-    for backend in _ORDER.get(request.device_type, _ELSEWHERE):
+    for backend in backends(request.device_type):
         if backend.unsupported(request) is None:
             return backend
     raise ConfigError(f"no gemm backend serves {request}; give floating-point tensors")
@@ -72,7 +72,7 @@ def multiply(
 
     Raises ConfigError where no backend can, LayoutError where operands and request do not fit.
     """
-    _check(request, left, right, out=out)
+    _check(request, left, right, out=out, bias=bias)
     with torch.no_grad(), torch.autocast(request.device_type, enabled=False):
         if out is None:
             out = left.new_empty(result_shape(request.product, left, right), dtype=request.output_dtype)
@@ -91,7 +91,9 @@ def _inner(request: Request, left: torch.Tensor) -> int:
     return left.shape[0] if request.product is Product.WGRAD else left.shape[1]
 
 
-def _check(request: Request, left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor | None) -> None:
+def _check(
+    request: Request, left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor | None, bias: torch.Tensor | None
+) -> None:
     A, B = oriented(request.product, left, right)
     given = {(tensor.dtype, tensor.device) for tensor in (left, right)}
     shape = result_shape(request.product, left, right)
@@ -100,11 +102,21 @@ def _check(request: Request, left: torch.Tensor, right: torch.Tensor, *, out: to
             f"{request} got operands {list(left.shape)} {left.dtype} and {list(right.shape)} {right.dtype}; "
             f"give one dtype, one device and sizes that fit"
         )
+    takes_bias = request.with_bias and request.product is Product.FORWARD
+    if takes_bias and (bias is None or tuple(bias.shape) != shape[1:]):
+        raise LayoutError(
+            f"{request} got a bias {None if bias is None else list(bias.shape)}; give one of shape {list(shape[1:])}"
+        )
     if out is not None and (tuple(out.shape), out.dtype, out.device) != (shape, request.output_dtype, left.device):
         raise LayoutError(
             f"{request} got an output {list(out.shape)} {out.dtype} on {out.device}; give {list(shape)} "
             f"{request.output_dtype} on {left.device}"
         )
+
+
+def backends(device_type: str) -> tuple[Backend, ...]:
+    """Return the backends of a device type in the order in which they are tried."""
+    return _ORDER.get(device_type, _ELSEWHERE)
 
 
 def table(device_type: str) -> list[tuple[str, str, str]]:
@@ -119,6 +131,6 @@ def table(device_type: str) -> list[tuple[str, str, str]]:
                 output_dtype=torch.float32,
                 accumulate=accumulate,
             )
-            for backend in _ORDER.get(device_type, _ELSEWHERE):
+            for backend in backends(device_type):
                 rows.append((backend.NAME, str(request), backend.unsupported(request) or ""))
     return rows

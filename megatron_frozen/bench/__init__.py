@@ -1,0 +1,1 @@
+"""Measurements: never tests, always with what they were measured on."""

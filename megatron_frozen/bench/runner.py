@@ -1,0 +1,180 @@
+"""What all measurements share: interleaved timing, memory, the stamp, tables and CSV files."""
+
+from __future__ import annotations
+
+import csv
+import ctypes
+import datetime
+import gc
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_frozen.diagnostics.facts import aligned, cpu_name, installed_version
+from megatron_frozen.errors import ConfigError
+from megatron_frozen.io import atomic_write, write_picture
+
+Row = dict[str, object]
+_SAMPLE_S = 2e-3  # one sample of a short call is a loop of about this length
+_MAX_CALLS = 50
+_MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchConfig:
+    """How a benchmark is run."""
+
+    output: Path
+    """Folder for its CSV and PNG files."""
+    device: str = "cpu"
+    """Device type, cpu or cuda."""
+    repeats: int = 15
+    """Samples of each way; the median counts."""
+    small: bool = False
+    """Tiny sizes: the same code in seconds, its times mean nothing."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be measured."""
+        if self.repeats < 1:
+            raise ConfigError(f"a benchmark of {self.repeats} repeats has no median; give 1 or more")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(
+                "this benchmark was asked to run on CUDA, and torch finds no CUDA device; give --device cpu"
+            )
+
+
+def medians_ms(ways: Mapping[str, Callable[[], object]], *, config: BenchConfig) -> dict[str, float]:
+    """Return each way's median time of a call: samples go A B C A B C, so that what else the machine does hits all.
+
+    Each way is called once before. A sample of a short call is the mean of a loop. On CUDA the device's own clock
+    counts."""
+    clock = _cuda_s if config.device == "cuda" else _cpu_s
+    calls = {}
+    for name, way in ways.items():
+        clock(way, calls=1)
+        calls[name] = min(max(math.ceil(_SAMPLE_S / clock(way, calls=1)), 1), _MAX_CALLS)
+    samples: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(config.repeats):
+        for name, way in ways.items():
+            samples[name].append(clock(way, calls=calls[name]))
+    return {name: statistics.median(times) * 1e3 for name, times in samples.items()}
+
+
+def _cpu_s(way: Callable[[], object], *, calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        way()
+    return (time.perf_counter() - start) / calls
+
+
+def _cuda_s(way: Callable[[], object], *, calls: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(calls):
+        way()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / calls
+
+
+def extra_mib(way: Callable[[], object], *, device: str) -> float:
+    """Return how far memory rose above what it was before, during one call, in MiB.
+
+    CUDA: by the allocator's own count. CPU: the highest resident size of the whole process, after free pages went back
+    to the system, so memory of libraries and of other threads counts, and so does noise of some 0.1 MiB. NaN where the
+    system does not tell."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        way()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / _MIB
+    reset = Path("/proc/self/clear_refs")
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is None or not reset.exists():
+        return math.nan
+    trim(0)
+    reset.write_text("5")  # the highest size starts again from the present one (Linux, proc_pid_clear_refs(5))
+    before = _status_kib("VmRSS")
+    way()
+    return (_status_kib("VmHWM") - before) / 1024
+
+
+def _status_kib(field: str) -> int:
+    match = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
+    assert match is not None, f"the system does not tell {field}"
+    return int(match[1])
+
+
+@contextmanager
+def num_threads(num: int) -> Iterator[None]:
+    """Run the body on ``num`` of torch's threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def stamp(device: str) -> Row:
+    """Return what a figure means nothing without: date, processors, versions, threads. No path and no host name."""
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "cpu": cpu_name(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "transformer_engine": installed_version("transformer-engine"),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def write_csv(path: Path, rows: Sequence[Row]) -> None:
+    """Write rows of any columns, in the order in which they first appear; a row without one leaves it empty."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    with atomic_write(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def text_table(rows: Sequence[Row], columns: Sequence[str]) -> str:
+    """Return the asked columns as aligned text; numbers with three digits that count."""
+    return aligned([list(columns), *([_shown(row.get(column, "")) for column in columns] for row in rows)])
+
+
+def _shown(value: object) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.2e}" if 0 < abs(value) < 1e-3 else f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+def bar_picture(path: Path, groups: Mapping[str, Mapping[str, float]], *, title: str, label: str) -> None:
+    """Draw groups of bars on a logarithmic axis into a PNG file."""
+    names = list(dict.fromkeys(name for group in groups.values() for name in group))
+
+    def draw(axes) -> None:
+        width = 0.8 / len(names)
+        for index, name in enumerate(names):
+            places = [place + index * width for place, group in enumerate(groups.values()) if name in group]
+            axes.bar(places, [group[name] for group in groups.values() if name in group], width, label=name)
+        axes.set_xticks(
+            [place + 0.4 - width / 2 for place in range(len(groups))], list(groups), fontsize=6, rotation=20
+        )
+        axes.set_yscale("log")
+        axes.set_ylabel(label)
+        axes.set_title(title)
+        axes.grid(visible=True, axis="y", alpha=0.3)
+        axes.legend(fontsize=7)
+
+    write_picture(path, draw)

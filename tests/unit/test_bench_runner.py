@@ -1,0 +1,103 @@
+"""Timing, memory, stamps and tables of the benchmarks; no test here looks at how long something took."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_frozen.bench import runner
+from megatron_frozen.bench.runner import (
+    BenchConfig,
+    bar_picture,
+    extra_mib,
+    medians_ms,
+    num_threads,
+    stamp,
+    text_table,
+    write_csv,
+)
+from megatron_frozen.errors import ConfigError
+
+
+def test_samples_are_interleaved_and_the_median_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    called: list[str] = []
+    seconds = {"a": iter([9.0, 1.0, 1.0, 2.0, 30.0]), "b": iter([9.0, 1.0, 5.0, 5.0, 4.0])}
+
+    def clock(way: Callable[[], str], *, calls: int) -> float:
+        name = way()
+        called.append(name * calls)
+        return next(seconds[name])
+
+    monkeypatch.setattr(runner, "_cpu_s", clock)
+    medians = medians_ms({"a": lambda: "a", "b": lambda: "b"}, config=BenchConfig(output=tmp_path, repeats=3))
+    assert medians == {"a": 2e3, "b": 5e3}
+    assert called[4:] == ["a", "b"] * 3
+
+
+def test_short_calls_are_timed_in_a_loop(tmp_path: Path) -> None:
+    calls = 0
+
+    def way() -> None:
+        nonlocal calls
+        calls += 1
+
+    assert medians_ms({"a": way}, config=BenchConfig(output=tmp_path, repeats=2))["a"] > 0
+    assert calls == 2 + 2 * 50
+
+
+def test_memory_of_one_call() -> None:
+    """Only what lives at once counts, and what was there before does not."""
+    held = torch.ones(2**22)
+
+    def way() -> torch.Tensor:
+        torch.ones(2**22)
+        return torch.ones(2**22)
+
+    measured = extra_mib(way, device="cpu")
+    assert math.isnan(measured) or 15 < measured < 24
+    assert not extra_mib(lambda: held.add_(1), device="cpu") > 4
+
+
+def test_threads_are_given_back() -> None:
+    before = torch.get_num_threads()
+    with num_threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+    assert torch.get_num_threads() == before
+
+
+def test_the_stamp_names_machine_and_versions_but_no_place() -> None:
+    mark = stamp("cpu")
+    assert set(mark) == {"date", "cpu", "device", "torch", "transformer_engine", "threads"}
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", str(mark["date"]))
+    assert mark["torch"] == torch.__version__
+    assert not re.search(r"/(home|root|work|tmp|usr)/", str(mark))
+
+
+def test_csv_and_table(tmp_path: Path) -> None:
+    rows: list[runner.Row] = [{"a": 1.23456, "b": "x"}, {"a": 2e-7, "c": 12345.6}]
+    write_csv(tmp_path / "deep/rows.csv", rows)
+    with (tmp_path / "deep/rows.csv").open(encoding="utf-8") as file:
+        assert list(csv.DictReader(file)) == [
+            {"a": "1.23456", "b": "x", "c": ""},
+            {"a": "2e-07", "b": "", "c": "12345.6"},
+        ]
+    assert text_table(rows, ("a", "b", "c")) == "a         b  c\n1.23      x\n2.00e-07     12346"
+
+
+def test_picture(tmp_path: Path) -> None:
+    bar_picture(tmp_path / "bars.png", {"g": {"a": 1.0, "b": 3.0}, "h": {"b": 2.0}}, title="t", label="ms")
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_cannot_be_measured_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="a benchmark of 0 repeats has no median; give 1 or more"):
+        BenchConfig(output=tmp_path, repeats=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="torch finds no CUDA device; give --device cpu"):
+        BenchConfig(output=tmp_path, device="cuda")
