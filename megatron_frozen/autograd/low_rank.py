@@ -11,6 +11,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from megatron_frozen import gemm
+from megatron_frozen.autograd.grad_dtype import kept_grad_dtype
 from megatron_frozen.layout import Fold, fold_leading, fold_pair
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -22,7 +23,7 @@ class FrozenLinearWithAdapter(torch.autograd.Function):
     Shapes: X [..., I], W [O, I], A [R, I], B [O, R], scale a number; Y [..., O]. X and W share one dtype.
     Forward: X folded to [T, I]; Y = X W^T; h = scale * X A^T; Y += h B^T. A and B are cast to X's dtype.
     Dgrad: dY folded to [T, O]; dh = scale * dY B; dX = dY W; dX += dh A.
-    Wgrad: dB = dY^T h, dA = dh^T X, in the factors' own dtype; W gets none.
+    Wgrad: dB = dY^T h, dA = dh^T X, straight into the dtype of the factors' gradients; W gets none.
     Dbias: none, the base adds its bias later.
     Collectives: none, in either direction; the base's own reduction of Y and dX covers the adapter.
     Saved: W, A, B; X if A trains; h (thin) if B trains.
@@ -68,7 +69,7 @@ class AddLowRank(torch.autograd.Function):
     Forward: h = scale * X A^T in the narrower of X's and Y's dtypes; Y + h B^T in Y's, in one product that
         accumulates. A and B are cast to these dtypes.
     Dgrad: dh = scale * dY B; dX = dh A, folded; Y's gradient is dY itself.
-    Wgrad: dB = dY^T h, dA = dh^T X, in the factors' own dtype.
+    Wgrad: dB = dY^T h, dA = dh^T X, straight into the dtype of the factors' gradients.
     Dbias: none.
     Collectives: none, in either direction; the base's own reduction of Y and dX covers the adapter.
     Saved: A, B; X if A trains; h (thin) if B trains.
@@ -113,4 +114,7 @@ def _same_rows(first: Fold, second: Fold) -> bool:
 
 
 def _wgrad(grad: torch.Tensor, operand: torch.Tensor, *, factor: torch.Tensor) -> torch.Tensor:
-    return gemm.wgrad(*fold_pair(grad, operand)).to(factor.dtype)
+    dtype = kept_grad_dtype(factor)
+    # A compiled graph cannot hold the backends that widen, so it rounds to the operands' dtype first.
+    product_dtype = None if torch.compiler.is_compiling() else torch.promote_types(operand.dtype, dtype)
+    return gemm.wgrad(*fold_pair(grad, operand), dtype=product_dtype).to(dtype)
