@@ -147,7 +147,8 @@ def linear_with_grad_accumulation_and_async_allreduce(
             f"gradient_accumulation_fusion is on for a {weight.dtype} weight and autocast to {cast_weight.dtype}: the "
             f"cast copy has no main_grad, so keep the weight in {cast_weight.dtype} or turn one of the two off"
         )
-    is_traced = torch.compiler.is_compiling() and gradient_accumulation_fusion and weight.requires_grad
+    has_backward = torch.is_grad_enabled() and weight.requires_grad
+    is_traced = torch.compiler.is_compiling() and gradient_accumulation_fusion and has_backward
     return LinearWithGradAccumulationAndAsyncCommunication.apply(
         input,
         cast_weight,

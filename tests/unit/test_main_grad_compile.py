@@ -178,6 +178,13 @@ def test_a_weight_that_is_gone_is_named() -> None:
         wgrad_into_main_grads([torch.zeros(OUT, IN)], torch.zeros(4, OUT), torch.zeros(4, IN), [key])
 
 
+def test_without_a_backward_no_buffer_is_asked_for() -> None:
+    weight = torch.nn.Parameter(torch.randn(OUT, IN))
+    x = torch.randn(4, 2, IN)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(linear, fullgraph=True, backend="eager")(x, weight), linear(x, weight))
+
+
 def test_a_flag_on_an_unknown_weight_is_refused_while_tracing() -> None:
     weight: Any = torch.nn.Parameter(torch.randn(OUT, IN))
     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(OUT, IN), False
