@@ -63,6 +63,15 @@ def _group(
     return group, allreduce_dgrad, sequence_parallel
 
 
+def _output_dtype(input: torch.Tensor, wish: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype of the product if it is to be wider than its operands, else None."""
+    if wish is None or wish == input.dtype:
+        return None
+    if torch.promote_types(input.dtype, wish) != wish:
+        raise ConfigError(f"output_dtype is {wish} for operands of {input.dtype}; give a dtype at least as wide")
+    return wish
+
+
 def linear_with_frozen_weight(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -77,6 +86,7 @@ def linear_with_frozen_weight(
     *,
     dgrad_in_fp32: bool = False,
     allreduce_dgrad_in_fp32: bool = False,
+    output_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Return X W^T + b for a frozen W; W gets no gradient, b does if it requires it.
 
@@ -84,7 +94,8 @@ def linear_with_frozen_weight(
     gradient_accumulation_fusion, grad_output_buffer and wgrad_deferral_limit are there for the shape of the call and
     must be None where None is the default. Collectives and the fp32 options: see ``LinearWithFrozenWeight``; the
     environment switches MEGATRON_TRUE_ON_POLICY_LINEAR_DGRAD_FP32 and MEGATRON_TRUE_ON_POLICY_DGRAD_ALLREDUCE_FP32
-    turn them on too.
+    turn them on too. output_dtype, if wider than the operands', is the dtype of the output, rounded to nothing
+    narrower on the way; its gradient is cast back to the operands' dtype.
 
     Raises LayoutError for operands that do not fit and ConfigError for options that exclude each other.
     """
@@ -100,13 +111,15 @@ def linear_with_frozen_weight(
         async_grad_allreduce=async_grad_allreduce,
     )
     check_product(weight)
+    operands = _operands(input, weight, bias)
     return LinearWithFrozenWeight.apply(
-        *_operands(input, weight, bias),
+        *operands,
         allreduce,
         group,
         scatter,
         dgrad_in_fp32 or environment.switch(environment.LINEAR_DGRAD_FP32),
         allreduce_dgrad_in_fp32 or environment.switch(environment.DGRAD_ALLREDUCE_FP32),
+        _output_dtype(operands[0], output_dtype),
     )
 
 
@@ -124,13 +137,14 @@ def linear_with_grad_accumulation_and_async_allreduce(
     *,
     dgrad_in_fp32: bool = False,
     allreduce_dgrad_in_fp32: bool = False,
+    output_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Return X W^T + b for a trainable W, whose gradient goes to ``.grad`` or, fused, into ``weight.main_grad``.
 
     input [..., I], weight [O, I], bias [O] or None, all of one dtype (cast under autocast); returns [..., O].
     grad_output_buffer collects dY for a weight gradient that its owner computes later, up to wgrad_deferral_limit of
     them (0: no limit). Collectives and the fp32 options: see ``LinearWithGradAccumulationAndAsyncCommunication`` and
-    ``linear_with_frozen_weight``.
+    output_dtype: see ``linear_with_frozen_weight``.
 
     Raises LayoutError for operands that do not fit and ConfigError for options that exclude each other.
     """
@@ -162,6 +176,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
         dgrad_in_fp32 or environment.switch(environment.LINEAR_DGRAD_FP32),
         allreduce_dgrad_in_fp32 or environment.switch(environment.DGRAD_ALLREDUCE_FP32),
         graph_target(weight) if is_traced else None,
+        _output_dtype(input, output_dtype),
     )
 
 
@@ -173,8 +188,8 @@ def vocab_parallel_cross_entropy(
 ) -> torch.Tensor:
     """Return the loss per token [...] in fp32 of logits [..., V/ranks] whose vocabulary is cut over the group.
 
-    target [...] holds global ids, int64 or int32; -100 gives loss 0 and no gradient. label_smoothing is in [0, 1). Two
-    all-reduces of token-sized tensors forward, none backward. The logits stay untouched. See
+    target [...] holds global ids, int64 or int32; -100 gives loss 0 and no gradient. label_smoothing is in [0, 1).
+    Two all-reduces of token-sized tensors forward, none backward. The logits stay untouched. See
     ``VocabParallelCrossEntropy``.
 
     Raises LayoutError where shapes differ, the targets are no ids or, on the CPU, an id is out of range (on a GPU

@@ -21,8 +21,8 @@ class LinearWithFrozenWeight(torch.autograd.Function):
     """Y = X W^T + b with a frozen W, each product one 2-D GEMM whatever the layout of X and dY.
 
     Shapes: X [..., I] (its sequence shard [S/ranks, ..., I] under sequence parallelism), W [O, I], b [O], Y [..., O].
-    Forward: X folded to [R, I]; Y = X W^T + b.
-    Dgrad: dY folded to [R, O]; dX = dY W.
+    Forward: X folded to [R, I]; Y = X W^T + b, in ``output_dtype`` straight from the operands if that is wider.
+    Dgrad: dY folded to [R, O] and cast to W's dtype; dX = dY W.
     Wgrad: none; W gets no gradient.
     Dbias: sum of dY over all leading dims, if b requires grad.
     Collectives: forward, an all-gather of X under sequence parallelism; backward, an all-reduce of the 2-D dX
@@ -46,6 +46,7 @@ class LinearWithFrozenWeight(torch.autograd.Function):
         sequence_parallel: bool = False,  # noqa: FBT001, FBT002 - apply takes no keywords
         dgrad_in_fp32: bool = False,  # noqa: FBT001, FBT002
         allreduce_dgrad_in_fp32: bool = False,  # noqa: FBT001, FBT002
+        output_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """Return Y; see the class."""
         ctx.save_for_backward(weight)
@@ -59,14 +60,17 @@ class LinearWithFrozenWeight(torch.autograd.Function):
         if sequence_parallel:
             input, _ = all_gather(input, group=tp_group)
         input_RI, fold = fold_leading(input)
-        return fold.unfold_output(gemm.forward(input_RI, weight, bias))
+        return fold.unfold_output(gemm.forward(input_RI, weight, bias, dtype=output_dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return dX and db; see the class."""
         (weight,) = ctx.saved_tensors
-        grad_RO, fold = fold_leading(grad_output)
+        wide_RO, fold = fold_leading(grad_output)
+        grad_RO = wide_RO.to(weight.dtype)
         finish = start_dgrad(grad_RO, weight, fold=fold, plan=ctx.plan) if ctx.needs_input_grad[0] else None
-        grad_bias = gemm.bias_gradient(grad_RO, repeats=fold.repeats) if ctx.needs_input_grad[2] else None
-        return finish() if finish else None, None, grad_bias, None, None, None, None, None
+        grad_bias = None
+        if ctx.needs_input_grad[2]:
+            grad_bias = gemm.bias_gradient(wide_RO, repeats=fold.repeats, dtype=weight.dtype)
+        return finish() if finish else None, None, grad_bias, *[None] * 6

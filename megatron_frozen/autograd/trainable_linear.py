@@ -23,8 +23,8 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
     """Y = X W^T + b with a trainable W, each of the three products one 2-D GEMM whatever the layout of X and dY.
 
     Shapes: X [..., I] (its sequence shard [S/ranks, ..., I] under sequence parallelism), W [O, I], b [O], Y [..., O].
-    Forward: X folded to [R, I]; Y = X W^T + b.
-    Dgrad: dY folded to [R, O]; dX = dY W.
+    Forward: X folded to [R, I]; Y = X W^T + b, in ``output_dtype`` straight from the operands if that is wider.
+    Dgrad: dY folded to [R, O] and cast to W's dtype; dX = dY W.
     Wgrad: dY and X folded to one order of tokens; dW = dY^T X, returned, or accumulated into ``weight.main_grad``
         under ``gradient_accumulation_fusion`` (see ``main_grad``), or put off into ``grad_output_buffer``. It is
         returned in ``weight.grad_dtype``, straight from the operands, where that is wider than W's dtype.
@@ -53,6 +53,7 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
         dgrad_in_fp32: bool = False,  # noqa: FBT001, FBT002 - apply takes no keywords
         allreduce_dgrad_in_fp32: bool = False,  # noqa: FBT001, FBT002
         graph_target: GraphTarget | None = None,
+        output_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """Return Y; see the class."""
         ctx.save_for_backward(input, weight)
@@ -71,7 +72,7 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
         if sequence_parallel:
             input, _ = all_gather(input, group=tp_group)
         input_RI, fold = fold_leading(input)
-        return fold.unfold_output(gemm.forward(input_RI, weight, bias))
+        return fold.unfold_output(gemm.forward(input_RI, weight, bias, dtype=output_dtype))
 
     @staticmethod
     @once_differentiable
@@ -83,13 +84,14 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
         gathering = None
         if ctx.plan.sequence_parallel and computes_weight:
             input, gathering = all_gather(input, group=ctx.plan.group, async_op=True)
-        grad_RO, fold = fold_leading(grad_output)
+        wide_RO, fold = fold_leading(grad_output)
+        grad_RO = wide_RO.to(weight.dtype)
         finish = start_dgrad(grad_RO, weight, fold=fold, plan=ctx.plan) if needs_input else None
         if gathering is not None:
             gathering.wait()
         grad_weight = _weight_gradient(ctx, grad_RO, fold, input) if computes_weight else None
-        grad_bias = _bias_gradient(ctx, grad_RO, fold) if needs_bias else None
-        return finish() if finish else None, grad_weight, grad_bias, *[None] * 9
+        grad_bias = _bias_gradient(ctx, wide_RO, fold) if needs_bias else None
+        return finish() if finish else None, grad_weight, grad_bias, *[None] * 10
 
 
 def _put_off(ctx: Any, grad_output: torch.Tensor) -> bool:

@@ -30,7 +30,8 @@ class ColumnParallelLinear(KeepsMarks):
     weight: [output_size / ranks, input_size]; bias: [output_size / ranks]. Forward takes X [s, b, input_size] (with
     sequence parallelism the shard [s / ranks, b, input_size]) and returns ``(output, bias)``: output [s, b,
     output_size / ranks], or [s, b, output_size] if gathered; bias is the parameter with ``skip_bias_add``, else None.
-    A frozen weight takes the frozen product, decided at each call.
+    A frozen weight takes the frozen product, decided at each call. ``output_dtype``, wider than the operands', is the
+    dtype of the output: fp32 logits of a bf16 head, for one, with no fp32 copy of either operand.
 
     Collectives: backward, an all-reduce of dX, or with sequence parallelism an all-gather of X forward and a
     reduce-scatter of dX backward, where a trainable weight gathers X again; with ``gather_output`` an all-gather of Y.
@@ -66,6 +67,7 @@ class ColumnParallelLinear(KeepsMarks):
         disable_grad_reduce: bool = False,
         tp_group: Group = None,
         name: str | None = None,
+        output_dtype: torch.dtype | None = None,
         pg_collection: Any = None,
     ) -> None:
         """Create the layer; tp_comm_buffer_name is taken and not used, name is what messages call the weight by."""
@@ -75,6 +77,7 @@ class ColumnParallelLinear(KeepsMarks):
         self.embedding_activation_buffer, self.grad_output_buffer = embedding_activation_buffer, grad_output_buffer
         self.is_expert, self.expert_parallel = is_expert, config.expert_model_parallel_size > 1
         self.config, self.disable_grad_reduce = config, disable_grad_reduce
+        self.output_dtype = output_dtype
         self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
         self.tp_group = layer_group(tp_group, pg_collection)
         world_size = group_size(self.tp_group)
@@ -122,6 +125,7 @@ class ColumnParallelLinear(KeepsMarks):
             weight,
             None if self.skip_bias_add else self.bias,
             config=self.config,
+            output_dtype=self.output_dtype,
             allreduce_dgrad=self.allreduce_dgrad and not self.explicit_expert_comm,
             sequence_parallel=self.sequence_parallel and not self.explicit_expert_comm,
             grad_output_buffer=self.grad_output_buffer if defers else None,
@@ -145,7 +149,13 @@ class ColumnParallelLinear(KeepsMarks):
         """Return X W^T [s, b, output_size / ranks]: no bias, no communication in either direction."""
         weight = self._chosen_weight(None)
         return frozen_or_trainable_linear(
-            input_parallel, weight, None, config=self.config, allreduce_dgrad=False, sequence_parallel=False
+            input_parallel,
+            weight,
+            None,
+            config=self.config,
+            output_dtype=self.output_dtype,
+            allreduce_dgrad=False,
+            sequence_parallel=False,
         )
 
     def leave_parallel(

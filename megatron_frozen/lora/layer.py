@@ -53,6 +53,8 @@ def unsupported(module: nn.Module) -> str | None:
         return f"it is a {type(module).__name__}, and LoRA adapts ColumnParallelLinear and RowParallelLinear only"
     if module.weight is None:
         return "it holds no weight of its own (skip_weight_param_allocation); adapt the module that owns the weight"
+    if getattr(module, "output_dtype", None) is not None:
+        return "its output_dtype is wider than its operands, to which an adapter adds; leave output_dtype unset"
     if module.expert_parallel:
         return "its experts are spread over ranks, which start and sum adapters apart; leave expert layers out"
     if getattr(module.weight, "partition_stride", 1) != 1:

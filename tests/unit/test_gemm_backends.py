@@ -197,6 +197,10 @@ def test_operands_that_do_not_fit() -> None:
         select.multiply(request_for(), grad, x[:5])
     with pytest.raises(LayoutError, match="give one dtype, one device and sizes that fit"):
         select.multiply(request_for(), grad.float(), x)
+    with pytest.raises(LayoutError, match=r"got a bias \[3\]; give one of shape \[4\]"):
+        select.multiply(
+            request_for(Product.FORWARD, with_bias=True), x, torch.randn(4, 7).bfloat16(), bias=torch.zeros(3)
+        )
     with pytest.raises(LayoutError, match=r"got an output \[7, 5\] torch.float32 on cpu; give \[5, 7\]"):
         select.multiply(request_for(), grad, x, out=torch.zeros(7, 5))
 
