@@ -79,7 +79,11 @@ def test_gradients_of_all_factors_are_those_of_one_rank_and_alike_on_all(mode: s
 
 
 def _marks(model: CausalLM) -> dict[str, dict[str, Any]]:
-    return {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
+    """Everything said of each parameter; the key by which compiled graphs know a weight differs between models."""
+    return {
+        name: {mark: torch.is_tensor(value) or value for mark, value in vars(parameter).items()}
+        for name, parameter in model.named_parameters()
+    }
 
 
 def test_every_parameter_keeps_its_marks_where_loading_replaces_it() -> None:
