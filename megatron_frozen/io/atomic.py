@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -64,6 +65,11 @@ def atomic_folder(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
         else:
             os.replace(temporary, path)
         _sync(path.parent)
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether the name is one that a writer of this module works under: whole files and folders never have it."""
+    return re.fullmatch(r"\..+\.tmp-[0-9a-f]{8}", path.name) is not None
 
 
 @contextmanager

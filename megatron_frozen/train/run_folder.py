@@ -20,13 +20,15 @@ from typing import Any
 from megatron_frozen.checkpoint.train_state import load_state, newest_complete
 from megatron_frozen.errors import ConfigError
 from megatron_frozen.io import exclusive_lock, read_json, write_json
-from megatron_frozen.train.config import TrainConfig
+from megatron_frozen.io.atomic import is_temporary
+from megatron_frozen.train.config import DEMO_MODEL, TrainConfig
 from megatron_frozen.train.schema import to_plain
 
 CHECKPOINTS, RUN, SUMMARY = "checkpoints", "run.json", "summary.json"
 
-_PATHS = ("model", "train_data")
-_IDENTITY = (*_PATHS, "dtype", "lora", "seq_length", "packing", "on_bad_line", "seed")
+_RESULTS = ("adapter", "model", SUMMARY)
+_PIECES, _PIECE_BYTES = 64, 1 << 16  # of a weight file, for its fingerprint
+_IDENTITY = ("dtype", "lora", "seq_length", "packing", "on_bad_line", "seed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,11 +44,28 @@ class Start:
 
 
 def identity(config: TrainConfig) -> dict[str, Any]:
-    """What makes two runs the same run: the settings that a resume must not change, and the training data's content."""
+    """What makes two runs the same run: the settings that a resume must not change, and the content of the training
+    data and the model, wherever they lie."""
     plain = to_plain(config)
-    values = {name: plain[name] for name in _IDENTITY}
-    values |= {name: str(Path(values[name]).resolve()) for name in _PATHS if Path(values[name]).exists()}
-    return {**values, "train_data_sha256": hashlib.sha256(Path(config.train_data).read_bytes()).hexdigest()}
+    return {
+        **{name: plain[name] for name in _IDENTITY},
+        "train_data_sha256": hashlib.sha256(Path(config.train_data).read_bytes()).hexdigest(),
+        "model_fingerprint": DEMO_MODEL if config.model == DEMO_MODEL else _fingerprint(Path(config.model)),
+    }
+
+
+def _fingerprint(folder: Path) -> str:
+    """SHA-256 of config.json and of each weight file's name, size, header and pieces all along it: what any training
+    changes, without reading it all."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        num_bytes = path.stat().st_size
+        digest.update(f"{path.name} {num_bytes} ".encode())
+        with path.open("rb") as file:
+            for piece in range(_PIECES):
+                file.seek(piece * num_bytes // _PIECES)
+                digest.update(file.read(_PIECE_BYTES))
+    return digest.hexdigest()
 
 
 class FolderClaim:
@@ -78,13 +97,15 @@ class FolderClaim:
 def find_start(config: TrainConfig) -> Start:
     """Decide where to start, reading the folder only. One rank calls it.
 
-    ConfigError if output_dir holds another run, something else, or a run where none is allowed (resume=never).
+    ConfigError if output_dir holds another run, something else, or a run where none is allowed (resume=never). A start
+    that failed before its first checkpoint has left nothing to mix with: another config may begin in its place.
     """
     folder = Path(config.output_dir)
     has_run = (folder / RUN).is_file()
-    if not has_run and folder.is_dir() and any(folder.iterdir()):
+    if not has_run and folder.is_dir() and not all(map(is_temporary, folder.iterdir())):
         raise ConfigError(f"output_dir {folder} holds other files and no run; give a new or empty folder")
-    if has_run:
+    newest, incomplete = newest_complete(folder / CHECKPOINTS)
+    if has_run and (newest is not None or any((folder / name).exists() for name in _RESULTS)):
         if config.resume == "never":
             raise ConfigError(
                 f"output_dir {folder} holds another run and resume is never; give another one, or resume=auto to go on"
@@ -94,25 +115,26 @@ def find_start(config: TrainConfig) -> Start:
         return _start_at(Path(config.resume), config)
     if not has_run:
         return Start(resume_from=None)
-    return _newest_start(folder, config)
+    messages = [f"{path} is not complete (its save was cut short), it is left aside" for path in incomplete]
+    if newest is None:
+        messages.append(f"{folder} holds no complete checkpoint, starting at step 0")
+        return Start(resume_from=None, messages=tuple(messages))
+    return _newest_start(newest, messages, config)
 
 
 def begin(config: TrainConfig) -> None:
-    """Mark output_dir as the folder of this run. One rank calls it."""
-    write_json(Path(config.output_dir, RUN), identity(config))
+    """Mark output_dir as the folder of this run, with the paths for the reader's sake. One rank calls it."""
+    write_json(
+        Path(config.output_dir, RUN), {"model": config.model, "train_data": config.train_data, **identity(config)}
+    )
 
 
-def _newest_start(folder: Path, config: TrainConfig) -> Start:
-    newest, incomplete = newest_complete(folder / CHECKPOINTS)
-    messages = [f"{path} is not complete (its save was cut short), it is left aside" for path in incomplete]
-    if newest is None:
-        return Start(
-            resume_from=None, messages=(*messages, f"{folder} holds no complete checkpoint, starting at step 0")
-        )
+def _newest_start(newest: Path, messages: list[str], config: TrainConfig) -> Start:
     step = load_state(newest)["step"]
     _check_steps_left(newest, step, config)
-    if step == config.max_steps and (folder / SUMMARY).is_file():
-        summary = read_json(folder / SUMMARY)
+    summary_file = Path(config.output_dir, SUMMARY)
+    if step == config.max_steps and summary_file.is_file():
+        summary = read_json(summary_file)
         if summary["step"] == config.max_steps:
             return Start(resume_from=newest, messages=tuple(messages), summary=summary)
     return Start(resume_from=newest, messages=(*messages, f"resuming from {newest}"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -114,20 +115,57 @@ def test_folder_of_another_run_is_refused(run, changes, message):
     assert message in str(caught.value)
 
 
-def test_changed_training_data_is_another_run(run, tmp_path):
-    data = tmp_path / "train.jsonl"
-    data.write_text(Path(run.train_data).read_text())
-    same = identity(run)
-    assert identity(dataclasses.replace(run, train_data=str(data)))["train_data_sha256"] == same["train_data_sha256"]
-    with pytest.raises(ConfigError, match="its train_data is"):
-        find_start(dataclasses.replace(run, train_data=str(data)))
-    original = Path(run.train_data).read_text()
-    try:
-        Path(run.train_data).write_text(original + original)
-        with pytest.raises(ConfigError, match="its train_data_sha256 is"):
-            find_start(run)
-    finally:
-        Path(run.train_data).write_text(original)
+def test_data_and_model_are_the_same_anywhere_and_others_are_another_run(run, tmp_path):
+    data, model = shutil.copy(run.train_data, tmp_path), shutil.copytree(run.model, tmp_path / "base")
+    moved = dataclasses.replace(run, train_data=str(data), model=str(model))
+    assert find_start(moved).summary is not None
+    weights = model / "model.safetensors"
+    original = weights.read_bytes()
+    weights.write_bytes(original[:-4] + bytes(4))
+    with pytest.raises(ConfigError, match="its model_fingerprint is"):
+        find_start(moved)
+    weights.write_bytes(original)
+    Path(data).write_text(Path(run.train_data).read_text() * 2)
+    with pytest.raises(ConfigError, match="its train_data_sha256 is"):
+        find_start(moved)
+
+
+def test_identity_of_a_large_model_reads_a_part_of_it_and_the_demo_model_by_name(run, tmp_path):
+    model = shutil.copytree(run.model, tmp_path / "base")
+    large = dataclasses.replace(run, model=str(model))
+    with (model / "model.safetensors").open("r+b") as file:
+        file.truncate(1 << 40)
+    assert identity(large) != identity(run)
+    assert identity(dataclasses.replace(run, model="demo"))["model_fingerprint"] == "demo"
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_start_that_failed_before_its_first_checkpoint_makes_room_for_another(run, tmp_path, capsys, resume):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "run.json").write_text('{"seed": 3}')
+    (folder / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "loss": 99.0}\n')
+    corrected = dataclasses.replace(run, output_dir=str(folder), resume=resume)
+    train(corrected)
+    assert f"{folder} holds no complete checkpoint, starting at step 0" in capsys.readouterr().out
+    assert losses(corrected) == losses(run)
+    saved = json.loads((folder / "run.json").read_text())
+    assert saved == {"model": run.model, "train_data": run.train_data, **identity(run)}
+
+
+def test_result_without_a_checkpoint_is_a_run_all_the_same(run, tmp_path):
+    copy = copy_of(run, tmp_path / "copy")
+    shutil.rmtree(Path(copy.output_dir, "checkpoints"))
+    with pytest.raises(ConfigError, match="belongs to another run: its seed is 0"):
+        find_start(dataclasses.replace(copy, seed=1))
+
+
+def test_start_killed_while_it_marked_its_folder_makes_room(run, tmp_path):
+    (tmp_path / ".run.json.tmp-0123abcd").mkdir()
+    assert find_start(dataclasses.replace(run, output_dir=str(tmp_path))).resume_from is None
+    (tmp_path / ".hidden").touch()
+    with pytest.raises(ConfigError, match="holds other files and no run"):
+        find_start(dataclasses.replace(run, output_dir=str(tmp_path)))
 
 
 def test_parallel_sizes_and_schedule_are_no_part_of_a_run(run):
