@@ -18,6 +18,7 @@ from megatron_frozen.lora import adapters_disabled, load_adapter
 from megatron_frozen.models import CausalLM
 from megatron_frozen.train.chat import encode_prompt
 from megatron_frozen.train.config import check_model_folder
+from megatron_frozen.train.dataset import check_token_ids
 from megatron_frozen.train.generate import generate
 from megatron_frozen.train.job import model_folder
 from megatron_frozen.train.launch import parallel_ranks
@@ -45,6 +46,7 @@ def answer_prompt(given: argparse.Namespace) -> None:
             prompt_ids = encode_prompt(question_row(given.prompt, tokenizer), tokenizer)
             if not prompt_ids:
                 raise ConfigError("--prompt is empty and this model has no token to start from; give some text")
+            check_token_ids(prompt_ids, model_folder=folder, source="--prompt")
         model = _load(folder, given, device=device)
 
         def answer() -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_frozen.environment import DGRAD_ALLREDUCE_FP32, LINEAR_DGRAD_FP32, switch
 from megatron_frozen.errors import ConfigError
 from megatron_frozen.integrations import fsdp
 from megatron_frozen.io import read_json
@@ -141,10 +142,13 @@ def load_config(path: str | Path, *, overrides: Sequence[str] = ()) -> TrainConf
 
 
 def check_inputs(config: TrainConfig) -> None:
-    """ConfigError if a file that the config names is not there or cannot be used. Reads no data and no weight."""
+    """ConfigError if a file that the config names is not there or cannot be used, or a switch of the environment is
+    neither on nor off. Reads no data and no weight."""
     for library in _LIBRARIES:  # some are needed at the very end only, which is no time to find out
         if importlib.util.find_spec(library) is None:
             raise ConfigError(f"training needs {library}, which is not installed; pip install 'megatron-frozen[train]'")
+    for name in (LINEAR_DGRAD_FP32, DGRAD_ALLREDUCE_FP32):
+        switch(name)  # read in the first backward pass
     if config.fsdp and (why_not := fsdp.unsupported()) is not None:
         raise ConfigError(f"fsdp is true, but {why_not}; or set fsdp=false")
     for name in ("train_data", "eval_data"):

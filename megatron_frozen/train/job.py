@@ -39,7 +39,7 @@ from megatron_frozen.lora import apply_lora, load_adapter, save_adapter
 from megatron_frozen.models import CausalLM
 from megatron_frozen.train.batches import collate_all, unlabelled
 from megatron_frozen.train.config import DEMO_MODEL, TrainConfig, check_inputs, check_world
-from megatron_frozen.train.dataset import Dataset, load_dataset
+from megatron_frozen.train.dataset import Dataset, check_token_ids, load_dataset
 from megatron_frozen.train.evaluate import evaluate
 from megatron_frozen.train.launch import parallel_ranks
 from megatron_frozen.train.reports import Reports
@@ -103,10 +103,11 @@ class _Job:
         self.source_folder = model_folder(config.model)
         with together(doing="reading the data"):
             self.tokenizer = load_tokenizer(self.source_folder)
-            train_data = load_dataset(config.train_data, self.tokenizer, config=config)
-            held_out = load_dataset(config.eval_data, self.tokenizer, config=config) if config.eval_data else None
+            load = partial(load_dataset, tokenizer=self.tokenizer, config=config, model_folder=self.source_folder)
+            train_data = load(config.train_data)
+            held_out = load(config.eval_data) if config.eval_data else None
             self.sample = self._choose_sample(held_out)
-        self.identity = identity(config)
+            self.identity = identity(config)
         self.trainer = Trainer(self._build_model(start), config=config, rows=train_data.packed, device=device)
         self.eval_batches = self._eval_batches(held_out)
         self.before: dict[str, Any] = {}
@@ -164,7 +165,10 @@ class _Job:
         if self.config.sample_max_new_tokens == 0:
             return None
         rows = held_out.rows if held_out else ()
-        return choose_sample(rows, prompt=self.config.sample_prompt, tokenizer=self.tokenizer)
+        sample = choose_sample(rows, prompt=self.config.sample_prompt, tokenizer=self.tokenizer)
+        if sample is not None:
+            check_token_ids(sample.prompt_ids, model_folder=self.source_folder, source="the sample prompt")
+        return sample
 
     def _build_model(self, start: Start) -> CausalLM:
         config = self.config
