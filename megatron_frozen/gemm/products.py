@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_frozen.gemm.request import Product, Request
+from megatron_frozen.gemm.request import Product, Request, oriented
 from megatron_frozen.gemm.select import multiply
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -37,7 +37,14 @@ def _widened(
     dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the product in a wider ``dtype`` than its operands', by the chosen backend, with no copy in that dtype."""
+    """Return the product in a wider ``dtype`` than its operands', by the chosen backend, with no copy in that dtype.
+
+    A compiled graph can hold no call by address, so there the operands are upcast.
+    """
+    if torch.compiler.is_compiling():
+        A, B = oriented(product, left, right)
+        wide = _mm(A.to(dtype), B.to(dtype))
+        return wide if bias is None else wide + bias
     request = Request(
         product=product,
         device_type=left.device.type,

@@ -138,3 +138,22 @@ def test_a_head_gives_fp32_logits_and_takes_no_adapter_then(tmp_path: Path) -> N
     assert torch.equal(wide.bfloat16(), narrow)
     with pytest.raises(ConfigError, match="its output_dtype is wider than its operands"):
         apply_lora(model, LoraConfig(target_modules=("lm_head",)))
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_a_compiled_layer_gives_the_eager_values(*, trainable: bool) -> None:
+    """The backends are called by address, which no graph can hold; a compiled product upcasts instead."""
+    layer = column(trainable=trainable)
+    x = torch.randn(6, 3, IN).bfloat16().requires_grad_()
+    grad = torch.randn(6, 3, OUT)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return layer(x)[0]
+
+    eager = call(x)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")(x)
+    assert compiled.dtype == torch.float32
+    torch.testing.assert_close(compiled, eager)
+    (dx,) = torch.autograd.grad(eager, x, grad)
+    (compiled_dx,) = torch.autograd.grad(compiled, x, grad)
+    torch.testing.assert_close(compiled_dx, dx)
