@@ -16,7 +16,8 @@ The folder gets its name when all of it is on disk. It counts as complete only i
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,19 @@ def load_state(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder} is no complete checkpoint; give a folder step_NNNNNNNN that holds {COMPLETE_MARK}"
         )
-    return read_json(folder / _STATE)
+    with saying_what_to_remove(folder):
+        return read_json(folder / _STATE)
+
+
+@contextmanager
+def saying_what_to_remove(folder: Path | None) -> Iterator[None]:
+    """Add to a CheckpointError about a file in the checkpoint `folder` how to go on; None: there is no checkpoint."""
+    try:
+        yield
+    except CheckpointError as error:
+        if folder is None or str(folder) not in str(error):
+            raise
+        raise CheckpointError(f"{error}; to go on from an older checkpoint, remove the folder {folder}") from error
 
 
 def load_optimizer(

@@ -23,6 +23,7 @@ from megatron_frozen.checkpoint.train_state import (
     load_state,
     prune,
     save_checkpoint,
+    saying_what_to_remove,
 )
 from megatron_frozen.comm import (
     WORLD,
@@ -108,7 +109,9 @@ class _Job:
             held_out = load(config.eval_data) if config.eval_data else None
             self.sample = self._choose_sample(held_out)
             self.identity = identity(config)
-        self.trainer = Trainer(self._build_model(start), config=config, rows=train_data.packed, device=device)
+        with saying_what_to_remove(start.resume_from):
+            model = self._build_model(start)
+        self.trainer = Trainer(model, config=config, rows=train_data.packed, device=device)
         self.eval_batches = self._eval_batches(held_out)
         self.before: dict[str, Any] = {}
         self.eval_loss: float | None = None  # of step `evaluated_step`
@@ -207,7 +210,7 @@ class _Job:
 
     def _resume(self, checkpoint: Path) -> None:
         trainer = self.trainer
-        with together(doing=f"resuming from {checkpoint}"):
+        with together(doing=f"resuming from {checkpoint}"), saying_what_to_remove(checkpoint):
             state = load_state(checkpoint)
             trainer.step, trainer.position, self.before = state["step"], state["position"], state["before"]
             load_optimizer(

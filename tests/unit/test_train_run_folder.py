@@ -90,6 +90,21 @@ def test_cut_checkpoint_is_left_aside_and_said(run, tmp_path, capsys):
     ).read_bytes()
 
 
+@pytest.mark.parametrize(
+    "name", ["adapter/adapter_model.safetensors", "adapter/adapter_config.json", "optimizer.safetensors", "state.json"]
+)
+def test_junk_of_the_same_size_in_a_checkpoint_is_named_with_the_way_out(run, tmp_path, name):
+    copy = dataclasses.replace(copy_of(run, tmp_path / "copy"), max_steps=6)
+    last = Path(copy.output_dir, "checkpoints/step_00000004")
+    (last / name).write_bytes(b"x" * (last / name).stat().st_size)
+    with pytest.raises(CheckpointError) as caught:
+        train(copy)
+    assert str(last / name) in str(caught.value)
+    assert str(caught.value).endswith(f"; to go on from an older checkpoint, remove the folder {last}")
+    shutil.rmtree(last)
+    assert find_start(copy).resume_from == last.with_name("step_00000002")
+
+
 def test_run_without_any_checkpoint_starts_again(run, tmp_path):
     copy = copy_of(run, tmp_path / "copy")
     shutil.rmtree(Path(copy.output_dir, "checkpoints"))
