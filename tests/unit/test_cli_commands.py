@@ -136,7 +136,7 @@ def test_error_of_one_rank_is_an_error_of_all(tmp_path):
 
 def test_error_in_the_first_ranks_own_work_is_an_error_of_all(tmp_path):
     config = toy_config(tmp_path, tensor_model_parallel_size=2)
-    Path(config.output_dir).mkdir()
+    Path(config.output_dir, "adapter").mkdir(parents=True)
     Path(config.output_dir, "run.json").write_text("[]")
     overrides = ["seed=0", "seed=0"]
     first, second = run_ranks(2, rank_of_bad_input, config_file(config, tmp_path), overrides, timeout_s=60)
