@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron_frozen.bench.commands import BENCHES, run_bench
 from megatron_frozen.checkpoint.demo_model import fetch_demo_model
-from megatron_frozen.diagnostics.facts import aligned, facts_table
+from megatron_frozen.diagnostics.facts import aligned, facts_table, installed_version
 from megatron_frozen.environment import launched_rank
 from megatron_frozen.errors import ConfigError, MegatronFrozenError
 from megatron_frozen.gemm import select
@@ -34,13 +34,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         arguments.run(arguments)
-    except KeyboardInterrupt:
-        return _fail("interrupted; a training run goes on from its last checkpoint if started again", code=130)
+    except KeyboardInterrupt:  # on every rank at once, so none has to wait for another
+        if _rank_and_world_size()[0] == 0:
+            _say("interrupted; a training run goes on from its last checkpoint if started again")
+        return 130
     except (MegatronFrozenError, OSError) as error:
         return _fail(str(error), code=2 if isinstance(error, ConfigError) else 1)
     except Exception as error:  # the other ranks may be waiting for this one, so it speaks at once
         if is_lost_rank(error):
-            _say(f"another rank is gone or did not answer in time, look for its own message ({error})")
+            _say(
+                "another rank is gone or did not answer in time; look for its own message, and without one it may have "
+                f"been killed, as for lack of memory ({error})"
+            )
             return 1
         traceback.print_exc()
         _say(f"{type(error).__name__}: {error}")
@@ -82,20 +87,28 @@ def _rank_and_world_size() -> tuple[int, int]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megatron-frozen", description="Tensor-parallel LoRA training.")
+    version = f"%(prog)s {installed_version('megatron-frozen')}"
+    parser.add_argument("--version", action="version", version=version, help="say which version this is")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("train", help="train as a YAML file says, under torchrun or on one rank")
-    command.add_argument("config", type=Path, metavar="CONFIG.yaml")
+    command.add_argument(
+        "config", type=Path, metavar="CONFIG.yaml", help="what to train, as in examples/lora_smollm2.yaml"
+    )
     command.add_argument("overrides", nargs="*", metavar="key=value", help="settings in place of the file's: lora.r=8")
     command.set_defaults(run=lambda given: train(load_config(given.config, overrides=given.overrides)))
 
     command = commands.add_parser("generate", help="answer a prompt, with an adapter also without it")
     _add_model(command)
     command.add_argument("--adapter", type=Path, metavar="FOLDER", help="a PEFT adapter")
-    command.add_argument("--prompt", required=True)
-    command.add_argument("--max-new-tokens", type=_positive, default=128, metavar="N")
-    command.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
-    command.add_argument("--seed", type=int, default=0, help="for a temperature above 0")
+    command.add_argument("--prompt", required=True, metavar="TEXT", help="what to answer")
+    command.add_argument(
+        "--max-new-tokens", type=_positive, default=128, metavar="N", help="longest answer, in tokens (default 128)"
+    )
+    command.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token (default 0)"
+    )
+    command.add_argument("--seed", type=int, default=0, metavar="N", help="for a temperature above 0 (default 0)")
     command.set_defaults(run=answer_prompt)
 
     command = commands.add_parser("merge", help="write a model with its adapter merged in as a Hugging Face folder")
@@ -105,13 +118,22 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=merge_folder)
 
     command = commands.add_parser("fetch-demo-model", help="make sure that the demo model is in the cache")
-    command.add_argument("--cache-folder", type=Path, metavar="FOLDER")
+    command.add_argument(
+        "--cache-folder",
+        type=Path,
+        metavar="FOLDER",
+        help="the cache (default: megatron_frozen under $XDG_CACHE_HOME, or under ~/.cache)",
+    )
     command.set_defaults(run=lambda given: print(fetch_demo_model(given.cache_folder)))
 
     command = commands.add_parser("bench", help="measure, and write a CSV with what it was measured on")
     command.add_argument("name", choices=BENCHES, metavar="NAME", help=", ".join(BENCHES))
     command.add_argument(
-        "--output", type=Path, default=Path("benchmarks"), metavar="FOLDER", help="default: benchmarks"
+        "--output",
+        type=Path,
+        default=Path("benchmarks"),
+        metavar="FOLDER",
+        help="where the CSV goes (default: benchmarks)",
     )
     command.add_argument("--device", choices=("cpu", "cuda"), help="cuda for gpu-check, else cpu (default)")
     command.add_argument("--repeats", type=_positive, default=15, metavar="N", help="samples of each way (default 15)")

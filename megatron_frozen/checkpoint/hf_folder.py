@@ -172,6 +172,7 @@ def _load(
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             _read_into(parameter, files, key=key, group=group)
+    model.source_folder = str(folder)
     return model
 
 

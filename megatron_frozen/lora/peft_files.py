@@ -117,9 +117,9 @@ def save_adapter(
 ) -> None:
     """Write an adapter as PEFT does, from rank 0, whatever the tensor-parallel size; every rank calls it.
 
-    base_model_name is what PEFT shall load the adapter on (a path or hub name). The folder appears complete or not at
-    all; one that holds files already is an error unless ``replace``. Collectives: an all-gather of each sharded factor,
-    and small object exchanges over the world.
+    base_model_name is what PEFT shall load the adapter on (a path or hub name); None means the model's source_folder.
+    The folder appears complete or not at all; one that holds files already is an error unless ``replace``. Collectives:
+    an all-gather of each sharded factor, and small object exchanges over the world.
 
     Raises:
         ConfigError: the adapter is not on the model.
@@ -132,9 +132,15 @@ def save_adapter(
         full_A, full_B = layer.full_factors(adapter_name)
         tensors[peft_key(name, "lora_A")] = full_A.detach().float()
         tensors[peft_key(name, "lora_B")] = full_B.detach().float()[: _out_features(layer, name=name, model=model)]
+    if base_model_name is None:
+        base_model_name = getattr(model, "source_folder", None)
     config = config_to_peft(next(iter(layers.values())).adapters[adapter_name], base_model_name=base_model_name)
 
     def write() -> None:
+        if not replace and Path(folder).is_dir() and any(Path(folder).iterdir()):
+            raise CheckpointError(
+                f"{folder} already holds files; give a new or empty folder, or replace=True to overwrite it"
+            )
         with atomic_folder(folder, replace=replace) as temporary:
             write_safetensors(temporary / WEIGHTS_NAME, tensors)
             write_json(temporary / CONFIG_NAME, config)

@@ -35,6 +35,7 @@ class CausalLM(SharesGroups):
         parallel: the ModelParallelConfig, sequence parallelism off where there is one rank.
         tp_group: the tensor-parallel group; None for one rank.
         activation_checkpointing: recompute each layer in the backward instead of keeping its activations.
+        source_folder: the folder that the weights were read from, as the caller named it; None if there was none.
 
     Collectives over the group: forward, one all-reduce for the embedding and for each attention and MLP, and two small
     ones for the loss; backward, one for each attention and MLP and for the head. Under sequence parallelism each of
@@ -52,6 +53,7 @@ class CausalLM(SharesGroups):
             parallel = dataclasses.replace(parallel, sequence_parallel=False)
         self.config, self.parallel = config, parallel
         self.activation_checkpointing = False
+        self.source_folder: str | None = None
         self.model = Decoder(config, parallel=parallel, tp_group=self.tp_group)
         vocab_size = padded_vocab_size(config.vocab_size, world_size=tp_size)
         vocab_shard = vocab_size // tp_size

@@ -148,7 +148,8 @@ class Trainer:
         if norm == 0.0:
             raise MegatronFrozenError(
                 f"step {self.step}: every gradient is zero, so nothing would ever be learned; check that the rows have "
-                f"labelled tokens and that the adapters are part of the forward pass"
+                f"labelled tokens and that the adapters are part of the forward pass, and lower learning_rate if the "
+                f"loss rose before: a model thrown far off by a step too large can have none"
             )
 
 

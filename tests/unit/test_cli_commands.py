@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import importlib.metadata
 import io
 import json
 import runpy
@@ -166,7 +168,12 @@ def test_unexpected_error_shows_its_traceback(tmp_path, capsys, monkeypatch):
     ("raised", "code", "message"),
     [
         (KeyboardInterrupt(), 130, "interrupted; a training run goes on from its last checkpoint if started again"),
-        (RuntimeError("[gloo/pair.cc] Connection closed by peer"), 1, "another rank is gone or did not answer in time"),
+        (
+            RuntimeError("[gloo/pair.cc] Connection closed by peer"),
+            1,
+            "another rank is gone or did not answer in time; look for its own message, and without one it may have "
+            "been killed, as for lack of memory ([gloo/pair.cc] Connection closed by peer)",
+        ),
         (ConfigError("x is wrong"), 2, "x is wrong"),
     ],
 )
@@ -176,8 +183,36 @@ def test_end_of_a_run_is_an_exit_code(tmp_path, capsys, monkeypatch, raised, cod
 
     monkeypatch.setattr("megatron_frozen.cli.train", stop)
     assert refused(capsys, "train", config_file(toy_config(tmp_path), tmp_path)) == (
-        code, f"megatron-frozen: error: {message}" + (f", look for its own message ({raised})" if code == 1 else ""),
+        code, f"megatron-frozen: error: {message}",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
+def test_an_interruption_is_said_by_the_first_rank_only(capsys, monkeypatch, rank, lines):
+    def stop() -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megatron_frozen.cli.facts_table", stop)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    assert main(["env"]) == 130
+    assert capsys.readouterr().err.count("(rank 0): error: interrupted") == lines
+
+
+def test_help_says_what_each_argument_and_default_is():
+    choices: Any = cli._parser()._subparsers._group_actions[0].choices  # pyright: ignore[reportOptionalMemberAccess]
+    for command in choices.values():
+        for action in command._actions:
+            assert action.help, action
+            if action.default not in (None, False, argparse.SUPPRESS) and action.option_strings:
+                assert "default" in action.help, action
+
+
+def test_version_is_that_of_the_installation(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"megatron-frozen {importlib.metadata.version('megatron-frozen')}\n"
 
 
 def test_wrong_usage_is_exit_code_2(capsys):
@@ -243,7 +278,7 @@ def test_base_model_of_a_run_is_untouched_by_the_comparison(run):
 
 def test_env_is_a_table(capsys):
     assert main(["env"]) == 0
-    facts = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    facts = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines() if line)
     assert facts["torch"] == torch.__version__
     assert facts["MEGATRON_TRUE_ON_POLICY_LINEAR_DGRAD_FP32"] == "off"
 

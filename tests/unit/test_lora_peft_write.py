@@ -196,7 +196,7 @@ def test_a_trained_adapter_saved_at_tp_2_is_whole(base_folder: Path, tmp_path: P
 def _failing_save(rank: int, world_size: int, base: Path, folder: Path) -> str:
     start_ranks(world_size)
     model = apply_lora(loaded(base), LoraConfig(**CASES["plain"]))
-    with pytest.raises(ValueError, match="already holds files") as caught:
+    with pytest.raises(ValueError, match=r"already holds files; give a new .* or replace=True to overwrite") as caught:
         save_adapter(model, folder)
     with pytest.raises(ValueError, match="adapter 'other' is not on the model"):
         save_adapter(model, folder, adapter_name="other")
@@ -212,6 +212,17 @@ def test_a_save_that_fails_on_the_first_rank_fails_on_all_and_leaves_the_folder(
     assert "rank 0 failed while saving the adapter to" in second
     assert "rank" not in first
     assert [path.name for path in tmp_path.iterdir()] == ["keep"]
+
+
+def test_the_base_model_is_the_folder_as_the_user_named_it_unless_told_and_replace_overwrites(
+    base_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(base_folder.parent)
+    model = apply_lora(loaded(Path(base_folder.name)), LoraConfig(**CASES["plain"]))
+    for name, expected in ((None, base_folder.name), ("hub/name", "hub/name")):
+        save_adapter(model, tmp_path / "adapter", base_model_name=name, replace=True)
+        config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == expected
 
 
 # ----------------------------------------------------------------------------------------------------------- the maps

@@ -120,7 +120,7 @@ def test_gradients_that_are_all_zero_are_an_error():
         rows=[dataclasses.replace(ROWS[0], input_ids=[0, 0, 0, 0])],
         device=CPU,
     )
-    with pytest.raises(MegatronFrozenError, match="step 1: every gradient is zero, so nothing would ever be learned"):
+    with pytest.raises(MegatronFrozenError, match=r"step 1: every gradient is zero, .* and lower learning_rate if"):
         one.run_step()
     assert float(model.weight.detach()) == 1.0
 
