@@ -11,9 +11,7 @@ different."""
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
 import torch
@@ -28,12 +26,13 @@ _TRANSPOSE_NAMES = "_ZN6fbgemm14transpose_simdItEEvllPKT_lPS1_l", "_ZN6fbgemm14t
 _LONG, _BOOL, _POINTER = ctypes.c_long, ctypes.c_bool, ctypes.c_void_p
 # M, N, K, lda, ldb, ldc, add to C, A, B, C, B is packed
 _ARGUMENTS = (*[_LONG] * 6, _BOOL, _POINTER, _POINTER, _POINTER, _BOOL)
+_REGION = ctypes.CFUNCTYPE(None, _POINTER)
 # rows, columns, from, its row stride, into [columns, rows], its row stride
 _TRANSPOSE_ARGUMENTS = (_LONG, _LONG, _POINTER, _LONG, _POINTER, _LONG)
-# Measured on AVX512-BF16: within 5% of the best of 256..2048, 64..512, 256, 32..128 and 16..64.
-CHUNK_K, BLOCK_M, BLOCK_N, PANEL_N, STRIP = 2048, 256, 256, 128, 32
+# Measured on AVX512-BF16: within 5% of the best of 256..2048, 64..512, 256 and 32..128.
+CHUNK_K, BLOCK_M, BLOCK_N, PANEL = 2048, 256, 256, 128
 _APART = 32  # elements
-_LOW_BYTES, _PAIR_BYTES, _OUT_BYTES = 2, 4, 4
+_LOW_BYTES, _OUT_BYTES = 2, 4
 
 
 def unsupported(request: Request) -> str | None:
@@ -83,7 +82,8 @@ def _gemm(A: torch.Tensor, B: torch.Tensor, *, out: torch.Tensor, accumulate: bo
 
     A chunk along K is so long that what is packed of the operand with the smaller side fills half of ``out``."""
     (M, K), N = A.shape, B.shape[1]
-    chunk = min(max(M, N, 512), CHUNK_K) // 2 * 2
+    chunk = min(max(M, N, 512), CHUNK_K, K + 1) // 2 * 2
+    room = A.new_empty(min(M, N) * (chunk + _APART))
     for start in range(0, K, chunk):
         A_chunk, B_chunk = A[:, start : start + chunk], B[start : start + chunk]
         if A_chunk.shape[1] % 2:
@@ -92,7 +92,7 @@ def _gemm(A: torch.Tensor, B: torch.Tensor, *, out: torch.Tensor, accumulate: bo
             A_chunk = A_chunk.contiguous()
         if not (B_chunk.stride(1) == 1 or _has_pairs(B_chunk)):
             B_chunk = B_chunk.contiguous()
-        (_by_rows if M >= N else _by_columns)(A_chunk, B_chunk, out, adds=accumulate or start > 0)
+        (_by_rows if M >= N else _by_columns)(A_chunk, B_chunk, out, room=room, adds=accumulate or start > 0)
 
 
 def _is_row_major(A: torch.Tensor) -> bool:
@@ -105,19 +105,19 @@ def _has_pairs(B: torch.Tensor) -> bool:
     return B.stride(0) == 1 and B.stride(1) % 2 == 0
 
 
-def _by_rows(A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, *, adds: bool) -> None:
+def _by_rows(A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, *, room: torch.Tensor, adds: bool) -> None:
     """Pack all of B, then multiply blocks of rows, each packed by its thread."""
 
     def multiply(rows: slice) -> None:
-        own = A[rows] if _is_row_major(A) else _pack_rows(A[rows], _room(A[rows]))
+        own = A[rows] if _is_row_major(A) else _pack_rows(A[rows], _apart(A[rows]))
         _blocks(own, panels, out[rows], adds=adds)
 
-    panels = B.new_empty(B.shape[1], B.shape[0])
+    panels = room[: B.numel()].view(B.shape[1], B.shape[0])
     _on_threads(lambda columns: _pack_columns(B[:, columns], panels[columns]), _cuts(B.shape[1], limit=BLOCK_N))
     _on_threads(multiply, _cuts(A.shape[0], limit=BLOCK_M))
 
 
-def _by_columns(A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, *, adds: bool) -> None:
+def _by_columns(A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, *, room: torch.Tensor, adds: bool) -> None:
     """Pack all of A if need be, then multiply blocks of columns, each packed by its thread."""
 
     def multiply(columns: slice) -> None:
@@ -126,15 +126,19 @@ def _by_columns(A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, *, adds: bo
 
     rows_MK = A
     if not _is_row_major(A):
-        rows_MK = _room(A)
+        rows_MK = _apart(A, room)
         _on_threads(lambda rows: _pack_rows(A[rows], rows_MK[rows]), _cuts(A.shape[0], limit=BLOCK_M))
     _on_threads(multiply, _cuts(B.shape[1], limit=BLOCK_N))
 
 
-def _room(matrix: torch.Tensor) -> torch.Tensor:
-    """Return an empty matrix of the same shape, rows a little apart: at a power of two they would share cache lines'
-    places, which took twice the time."""
-    return matrix.new_empty(matrix.shape[0], matrix.shape[1] + _APART)[:, :-_APART]
+def _apart(matrix: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
+    """Return room for a matrix of the same shape, rows a little apart: transposing into rows at powers of two took
+    twice the time.
+    """
+    rows, columns = matrix.shape
+    size = rows * (columns + _APART)
+    room = matrix.new_empty(size) if room is None else room[:size]
+    return room.view(rows, columns + _APART)[:, :columns]
 
 
 def _pack_rows(A: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
@@ -142,27 +146,24 @@ def _pack_rows(A: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
     M, K = A.shape
     A_at, into_at, ld = A.data_ptr(), into.data_ptr(), into.stride(0)
     transpose = symbol(_TRANSPOSE_NAMES[0], *_TRANSPOSE_ARGUMENTS)
-    for m in range(0, M, STRIP):
-        transpose(K, min(STRIP, M - m), A_at + _LOW_BYTES * m, A.stride(1), into_at + _LOW_BYTES * m * ld, ld)
+    for m in range(0, M, PANEL):
+        transpose(K, min(PANEL, M - m), A_at + _LOW_BYTES * m, A.stride(1), into_at + _LOW_BYTES * m * ld, ld)
     return into
 
 
 def _pack_columns(B: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    """Write B[K, N] into a dense [N, K] as panels [K / 2, PANEL_N, 2], the last one maybe narrower."""
+    """Write B[K, N] into a dense [N, K] as panels [K / 2, PANEL, 2], the last one maybe narrower."""
     K, N = B.shape
     transpose, transpose_pairs = (symbol(name, *_TRANSPOSE_ARGUMENTS) for name in _TRANSPOSE_NAMES)
-    strip = B.new_empty(STRIP, K + _APART)
-    B_at, into_at, strip_at, pairs = B.data_ptr(), into.data_ptr(), strip.data_ptr(), K // 2
-    strip_ld = strip.stride(0)
-    for n in range(0, N, PANEL_N):
-        width, panel_at = min(PANEL_N, N - n), into_at + _LOW_BYTES * n * K
+    rows = _apart(B[:, :PANEL].t())
+    B_at, into_at, rows_at, rows_ld = B.data_ptr(), into.data_ptr(), rows.data_ptr(), rows.stride(0)
+    for n in range(0, N, PANEL):
+        width, panel_at = min(PANEL, N - n), into_at + _LOW_BYTES * n * K
         if _has_pairs(B):
-            transpose_pairs(width, pairs, B_at + _LOW_BYTES * n * B.stride(1), B.stride(1) // 2, panel_at, width)
-            continue
-        for column in range(0, width, STRIP):
-            num = min(STRIP, width - column)
-            transpose(K, num, B_at + _LOW_BYTES * (n + column), B.stride(0), strip_at, strip_ld)
-            transpose_pairs(num, pairs, strip_at, strip_ld // 2, panel_at + _PAIR_BYTES * column, width)
+            transpose_pairs(width, K // 2, B_at + _LOW_BYTES * n * B.stride(1), B.stride(1) // 2, panel_at, width)
+        else:
+            transpose(K, width, B_at + _LOW_BYTES * n, B.stride(0), rows_at, rows_ld)
+            transpose_pairs(width, K // 2, rows_at, rows_ld // 2, panel_at, width)
     return into
 
 
@@ -173,8 +174,8 @@ def _blocks(A: torch.Tensor, panels: torch.Tensor, out: torch.Tensor, *, adds: b
     lda, ldc = max(A.stride(0), K), max(out.stride(0), N)
     A_at, panels_at, out_at = A.data_ptr(), panels.data_ptr(), out.data_ptr()
     for m in range(0, M, BLOCK_M):
-        for n in range(0, N, PANEL_N):
-            width = min(PANEL_N, N - n)
+        for n in range(0, N, PANEL):
+            width = min(PANEL, N - n)
             block(
                 min(BLOCK_M, M - m), width, K, lda, width, ldc, adds, A_at + _LOW_BYTES * m * lda,
                 panels_at + _LOW_BYTES * n * K, out_at + _OUT_BYTES * (m * ldc + n), True,  # noqa: FBT003
@@ -186,22 +187,27 @@ def _cuts(size: int, *, limit: int) -> list[slice]:
     """Cut a side into blocks of up to ``limit``, as many as keep all of torch's threads busy."""
     num_threads = torch.get_num_threads()
     num_blocks = -(-size // (limit * num_threads)) * num_threads
-    block = -(-size // (num_blocks * PANEL_N)) * PANEL_N
+    block = -(-size // (num_blocks * PANEL)) * PANEL
     return [slice(start, min(start + block, size)) for start in range(0, size, block)]
 
 
 def _on_threads(work: Callable[[slice], object], cuts: list[slice]) -> None:
-    num_threads = torch.get_num_threads()
-    if num_threads == 1 or len(cuts) == 1:
-        for cut in cuts:
-            work(cut)
+    """Do the work for each cut on torch's own threads, which may still be spinning after their last operation and would
+    take the processors from any others; on this one where they are not GNU OpenMP's, or compatible."""
+    rest, errors = iter(cuts), []
+
+    def region(_: object) -> None:
+        try:
+            for cut in rest:
+                work(cut)
+        except BaseException as error:  # no exception may pass through the C frames
+            errors.append(error)
+
+    parallel = symbol("GOMP_parallel", _REGION, _POINTER, ctypes.c_uint, ctypes.c_uint)
+    num_threads = min(torch.get_num_threads(), len(cuts))
+    if parallel is None or num_threads == 1:
+        region(None)
     else:
-        list(_threads(num_threads).map(work, cuts))
-
-
-@lru_cache
-def _threads(num_threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(num_threads, thread_name_prefix="brgemm")
-
-
-os.register_at_fork(after_in_child=_threads.cache_clear)  # threads stay behind in the parent
+        parallel(_REGION(region), None, num_threads, 0)
+    if errors:
+        raise errors[0]

@@ -1,0 +1,66 @@
+"""How the block kernel is spread over torch's threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from megatron_frozen.gemm import brgemm
+from megatron_frozen.gemm.brgemm import _cuts, _on_threads
+
+CUTS = [slice(start, start + 1) for start in range(8)]
+
+
+@pytest.fixture
+def two_threads() -> object:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_each_cut_is_worked_on_once_and_by_two_threads() -> None:
+    done, workers = [], set()
+
+    def work(cut: slice) -> None:
+        time.sleep(0.05)  # leaves cuts for the other thread
+        workers.add(threading.get_ident())
+        done.append(cut.start)
+
+    _on_threads(work, CUTS)
+    assert sorted(done) == list(range(8))
+    assert len(workers) == (1 if brgemm.symbol("GOMP_parallel") is None else 2)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_an_error_in_a_thread_is_raised_by_the_caller() -> None:
+    def work(cut: slice) -> None:
+        if cut.start == 5:
+            raise MemoryError("no room")
+
+    with pytest.raises(MemoryError, match="no room"):
+        _on_threads(work, CUTS)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_without_torchs_threads_the_caller_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(brgemm, "symbol", lambda *_: None)
+    done: list[tuple[int, int]] = []
+    _on_threads(lambda cut: done.append((cut.start, threading.get_ident())), CUTS)
+    assert done == [(start, threading.get_ident()) for start in range(8)]
+
+
+@pytest.mark.parametrize("size", [1, 127, 128, 129, 256, 1000, 4096])
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_cuts_cover_a_side_in_blocks_within_the_limit(
+    size: int, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    cuts = _cuts(size, limit=256)
+    assert [index for cut in cuts for index in range(cut.start, cut.stop)] == list(range(size))
+    assert all(cut.stop - cut.start <= 256 for cut in cuts)
+    assert len(cuts) >= min(num_threads, -(-size // brgemm.PANEL))
