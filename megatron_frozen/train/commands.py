@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -24,7 +26,7 @@ from megatron_frozen.train.job import model_folder
 from megatron_frozen.train.launch import parallel_ranks
 from megatron_frozen.train.sample import question_row
 from megatron_frozen.train.schema import DTYPES
-from megatron_frozen.train.tokenizer import load_tokenizer
+from megatron_frozen.train.tokenizer import Tokenizer, load_tokenizer
 
 _TIMEOUT_S = 600.0
 
@@ -49,7 +51,8 @@ def answer_prompt(given: argparse.Namespace) -> None:
             check_token_ids(prompt_ids, model_folder=folder, source="--prompt")
         model = _load(folder, given, device=device)
 
-        def answer() -> str:
+        def answer(heading: str) -> None:
+            stream = AnswerStream(heading, tokenizer=tokenizer)
             tokens = generate(
                 model,
                 prompt_ids,
@@ -57,13 +60,38 @@ def answer_prompt(given: argparse.Namespace) -> None:
                 stop_ids=tokenizer.stop_ids,
                 temperature=given.temperature,
                 seed=given.seed,
+                on_token=stream.show if sys.stdout.isatty() else None,
             )
-            return tokenizer.decode(tokens).strip()
+            stream.end(tokens)
 
         with adapters_disabled(model):
-            _print_first(f"{'without adapter: ' if given.adapter else ''}{answer()}")
+            answer("without adapter: " if given.adapter else "")
         if given.adapter:
-            _print_first(f"with adapter: {answer()}")
+            answer("with adapter: ")
+
+
+class AnswerStream:
+    """An answer on the first rank's stdout, as it grows or at once: the text is the same."""
+
+    def __init__(self, heading: str, *, tokenizer: Tokenizer) -> None:
+        self._heading, self._tokenizer = heading, tokenizer
+        self._shown = ""
+
+    def show(self, tokens: Sequence[int]) -> None:
+        """Print what `tokens`, the answer so far, add; not yet a character of which only some bytes are there."""
+        self._print(self._text(tokens).rstrip("\ufffd"))
+
+    def end(self, tokens: Sequence[int]) -> None:
+        """Print the rest of the answer `tokens` and end the line."""
+        self._print(self._text(tokens) + "\n")
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self._heading + self._tokenizer.decode(tokens).strip()
+
+    def _print(self, text: str) -> None:
+        if group_rank(WORLD) == 0:
+            print(text[len(self._shown) :], end="", flush=True)
+            self._shown = text
 
 
 def merge_folder(given: argparse.Namespace) -> None:

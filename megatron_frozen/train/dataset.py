@@ -38,7 +38,8 @@ def load_dataset(path: str, tokenizer: Tokenizer, *, config: TrainConfig, model_
     into_rows = pack if config.packing else one_per_row
     packed = into_rows(examples, seq_length=config.seq_length, pad_id=tokenizer.pad_id)
     check_token_ids([max(row.input_ids) for row in packed], model_folder=model_folder, source=path)
-    reports = (f"read {read_report}", f"encoded {encode_report}, in {len(packed)} rows of {config.seq_length} tokens")
+    num_rows = "1 row" if len(packed) == 1 else f"{len(packed)} rows"
+    reports = (f"read {read_report}", f"encoded {encode_report}, in {num_rows} of {config.seq_length} tokens")
     return Dataset(rows=rows, packed=packed, reports=reports)
 
 

@@ -5,7 +5,7 @@ Shapes: V vocabulary, S tokens so far.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -24,12 +24,13 @@ def generate(
     stop_ids: Collection[int],
     temperature: float = 0.0,
     seed: int = 0,
+    on_token: Callable[[Sequence[int]], None] | None = None,
 ) -> list[int]:
     """The tokens after `prompt_ids`, up to and without one of `stop_ids`; every rank of the model returns the same.
 
-    `temperature` 0 takes the likeliest token each time. Collectives per token: those of the forward pass, an all-gather
-    of the last position's logits, and a broadcast, so that all ranks go on with the first rank's choice. Where FSDP cut
-    the model, all ranks of the job are ranks of the model.
+    `temperature` 0 takes the likeliest token each time. `on_token` is given the answer so far as it grows. Collectives
+    per token: those of the forward pass, an all-gather of the last position's logits, and a broadcast, so that all
+    ranks go on with the first rank's choice. Where FSDP cut the model, all ranks of the job are ranks of the model.
     """
     ranks = WORLD if is_cut(model) else model.tp_group
     was_training = model.training
@@ -46,6 +47,8 @@ def generate(
         if token in stop_ids:
             break
         answer.append(token)
+        if on_token is not None:
+            on_token(answer)
     model.train(was_training)
     return answer
 

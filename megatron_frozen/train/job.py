@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def train(config: TrainConfig) -> None:
             _Job(config, start=start, device=device, claim=claim).run()
         elif group_rank(WORLD) == 0:
             print("this run is finished; raise max_steps to go on, or give another output_dir for another run")
-            print_summary(start.summary)
+            print_summary(start.summary, config)
 
 
 def model_folder(model: str) -> Path:
@@ -109,6 +110,8 @@ class _Job:
             held_out = load(config.eval_data) if config.eval_data else None
             self.sample = self._choose_sample(held_out)
             self.identity = identity(config)
+        if group_rank(WORLD) == 0:
+            print("loading the model", file=sys.stderr, flush=True)
         with saying_what_to_remove(start.resume_from):
             model = self._build_model(start)
         self.trainer = Trainer(model, config=config, rows=train_data.packed, device=device)
@@ -219,7 +222,8 @@ class _Job:
                 optimizer=trainer.optimizer,
                 group=trainer.model.tp_group,
             )
-            if not load_random_state(checkpoint) and group_rank(WORLD) == 0:
+            has_dropout = self.config.lora is not None and self.config.lora.dropout > 0
+            if not load_random_state(checkpoint) and has_dropout and group_rank(WORLD) == 0:
                 text = "is of another number of data-parallel ranks, so dropout starts a new random order"
                 print(f"{checkpoint} {text}", flush=True)
         self.saved_step = trainer.step
@@ -232,6 +236,7 @@ class _Job:
         if self.config.eval_data is None:
             return None
         if self.evaluated_step != step:
+            self.reports.say("evaluating")
             loss, tokens = evaluate(
                 self.trainer.model, self.eval_batches, group=get_data_parallel_group(), precision=self.trainer.precision
             )
@@ -242,6 +247,7 @@ class _Job:
     def _answer(self) -> str | None:
         if self.sample is None:
             return None
+        self.reports.say("answering the sample")
         with self.trainer.precision():
             length = self.config.sample_max_new_tokens
             return answer(self.trainer.model, self.sample, tokenizer=self.tokenizer, max_new_tokens=length)

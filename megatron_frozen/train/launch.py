@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
+import os
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +16,8 @@ import torch.distributed as dist
 from megatron_frozen.comm import destroy_model_parallel, initialize_model_parallel
 from megatron_frozen.environment import launched_rank
 from megatron_frozen.errors import ParallelError
+
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 
 
 @contextmanager
@@ -23,6 +29,8 @@ def parallel_ranks(*, tensor_model_parallel_size: int, timeout_s: float) -> Iter
     Raises ParallelError if the ranks do not meet.
     """
     _, world_size, local_rank = launched_rank()
+    if dist.is_torchelastic_launched():
+        _end_with_parent()
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     backend = "gloo"
     if device.type == "cuda":
@@ -47,6 +55,20 @@ def parallel_ranks(*, tensor_model_parallel_size: int, timeout_s: float) -> Iter
     destroy_model_parallel()
     if ours:
         dist.destroy_process_group()
+
+
+def _end_with_parent() -> None:
+    """Let Linux send SIGTERM to this process when torchrun ends.
+
+    Killed with SIGKILL, torchrun cannot end its ranks, which would train on and hold their output folder. A torchrun
+    that is gone before this call is found out when the ranks meet, as it serves the place where they do.
+    """
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it died in between
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def is_lost_rank(error: Exception) -> bool:

@@ -63,7 +63,7 @@ class Reports:
             self._metrics.records, self._folder / "loss.png", title=f"{self._config.model}, {self._config.train_data}"
         )
         write_json(self._folder / SUMMARY, summary)
-        print_summary(summary)
+        print_summary(summary, self._config)
 
     def close(self) -> None:
         """Close the files."""

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ CHECKPOINTS, RUN, SUMMARY = "checkpoints", "run.json", "summary.json"
 
 _RESULTS = ("adapter", "model", SUMMARY)
 _PIECES, _PIECE_BYTES = 64, 1 << 16  # of a weight file, for its fingerprint
+_CONTENTS = {"train_data_sha256": "train_data", "model_fingerprint": "model"}
 _IDENTITY = ("dtype", "lora", "seq_length", "packing", "on_bad_line", "seed")
 
 
@@ -165,14 +168,26 @@ def _check_same_run(saved: dict[str, Any], config: TrainConfig, *, where: str) -
     for name, value in identity(config).items():
         if saved.get(name) != value:
             raise ConfigError(
-                f"{where} belongs to another run: its {name} is {saved.get(name)!r} and this config's is {value!r}; "
+                f"{where} belongs to another run: {_difference(name, saved.get(name), value)}; "
                 f"give another output_dir, or the settings of that run"
             )
 
 
-def print_summary(summary: dict[str, Any]) -> None:
-    """Show what a run's end showed."""
-    lines = [f"finished after {summary['step']} steps"]
+def _difference(name: str, there: Any, here: Any) -> str:
+    """What differs between the two values of an identity's key `name`."""
+    if name in _CONTENTS:
+        return f"the content of {_CONTENTS[name]} has changed"
+    if isinstance(there, dict) and isinstance(here, dict):
+        inner = next(key for key in {**there, **here} if there.get(key) != here.get(key))
+        return _difference(f"{name}.{inner}", there.get(inner), here.get(inner))
+    # A run with LoRA and one without: the settings of the one are no help.
+    there, here = ("set" if isinstance(value, dict) else repr(value) for value in (there, here))
+    return f"{name} is {there} there and {here} here"
+
+
+def print_summary(summary: dict[str, Any], config: TrainConfig) -> None:
+    """Show what a run's end showed, and the command that asks its result a question."""
+    lines = [f"finished after {summary['step']} step{'' if summary['step'] == 1 else 's'}"]
     if summary["loss_after"] is not None:
         before = "unknown" if summary["loss_before"] is None else f"{summary['loss_before']:.4f}"
         lines.append(f"held-out loss: {before} before, {summary['loss_after']:.4f} after")
@@ -181,5 +196,18 @@ def print_summary(summary: dict[str, Any]) -> None:
         if summary["reference"] is not None:
             lines.append(f"reference: {summary['reference']}")
         lines += [f"before: {summary['answer_before']}", f"after: {summary['answer_after']}"]
-    lines.append(f"result: {summary['result']}")
+    lines += [f"result: {summary['result']}", f"try it: {_try_it(summary['result'], config)}"]
     print("\n".join(lines), flush=True)
+
+
+def _try_it(result: str, config: TrainConfig) -> str:
+    """A shell command that works in the current folder."""
+    program = Path(sys.executable).with_name("megatron-frozen")
+    command = [_from_here(program)] if program.exists() else [_from_here(Path(sys.executable)), "-m", "megatron_frozen"]
+    model = ["--model", result] if config.lora is None else ["--model", config.model, "--adapter", result]
+    return f'{shlex.join([*command, "generate", *model])} --prompt "..."'
+
+
+def _from_here(path: Path) -> str:
+    here = Path.cwd()
+    return str(path.relative_to(here) if here in path.parent.parents else path)  # a bare name would not be found

@@ -45,9 +45,11 @@ def choose_sample(rows: Sequence[Row], *, prompt: str | None, tokenizer: Tokeniz
 
 
 def answer(model: CausalLM, sample: Sample, *, tokenizer: Tokenizer, max_new_tokens: int) -> str:
-    """The model's likeliest answer. Every rank of the model calls it; see `generate` for collectives."""
+    """The model's likeliest answer, marked if `max_new_tokens` cut it. Every rank of the model calls it; see `generate`
+    for collectives."""
     tokens = generate(model, sample.prompt_ids, max_new_tokens=max_new_tokens, stop_ids=tokenizer.stop_ids)
-    return tokenizer.decode(tokens).strip()
+    mark = f" [cut at {max_new_tokens} token{'' if max_new_tokens == 1 else 's'}]"
+    return tokenizer.decode(tokens).strip() + (mark if len(tokens) == max_new_tokens else "")
 
 
 def _question_and_answer(row: Row) -> tuple[str, str]:

@@ -48,7 +48,8 @@ def config_file(config: TrainConfig, folder: Path) -> str:
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     """Exit code and the one line on stderr."""
     code = main(arguments)
-    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(("read ", "encoded "))]
+    progress = ("read ", "encoded ", "loading ")
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(progress)]
     assert len(lines) == 1, lines
     assert lines[0].startswith("megatron-frozen: error: ")
     return code, lines[0]
@@ -111,7 +112,7 @@ def test_folder_of_another_run_is_refused(run, tmp_path, capsys):
     code, said = refused(capsys, "train", path, "resume=never")
     assert (code, "holds another run and resume is never" in said) == (2, True)
     code, said = refused(capsys, "train", path, "lora.r=8")
-    assert (code, "belongs to another run: its lora is" in said) == (2, True)
+    assert (code, "belongs to another run: lora.r is 4 there and 8 here" in said) == (2, True)
 
 
 def rank_of_bad_input(rank: int, world_size: int, path: str, overrides: list[str]) -> tuple[int, str]:
@@ -228,6 +229,21 @@ def test_wrong_usage_is_exit_code_2(capsys):
     assert "0 is not a whole number above 0" in capsys.readouterr().err
 
 
+class Terminal(io.StringIO):
+    """A stdout that a person reads; `parts` is what came each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[str] = []
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str, /) -> int:
+        self.parts.append(text)
+        return super().write(text)
+
+
 def command_on_ranks(rank: int, world_size: int, *arguments: str) -> str:
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
@@ -245,6 +261,11 @@ def test_generate_answers_with_and_without_adapter_and_merge_makes_one_model(run
     assert shown.startswith("without adapter: ")
     assert without != with_adapter
     assert run_ranks(2, command_on_ranks, *ask) == [shown, ""]
+    growing = Terminal()
+    with contextlib.redirect_stdout(growing):
+        assert main(ask) == 0
+    assert growing.getvalue() == shown
+    assert len([part for part in growing.parts if part]) > 4
 
     merged = [str(tmp_path / f"merged{size}") for size in (1, 2)]
     merge = ["merge", "--model", run.model, "--adapter", adapter, "--dtype", "fp32", "--output"]

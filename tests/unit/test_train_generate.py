@@ -106,4 +106,8 @@ def test_answer_is_text(tmp_path, length):
     sample = choose_sample((), prompt="Hi", tokenizer=tokenizer)
     assert sample is not None
     expected = generate(model, sample.prompt_ids, max_new_tokens=length, stop_ids=tokenizer.stop_ids)
-    assert answer(model, sample, tokenizer=tokenizer, max_new_tokens=length) == tokenizer.decode(expected).strip()
+    mark = f" [cut at {length} token{'s' if length > 1 else ''}]"
+    shown = answer(model, sample, tokenizer=tokenizer, max_new_tokens=length)
+    assert shown == tokenizer.decode(expected).strip() + mark
+    tokenizer.stop_ids = frozenset({expected[-1]})
+    assert "cut at" not in answer(model, sample, tokenizer=tokenizer, max_new_tokens=length)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,10 @@ import pytest
 
 from megatron_frozen.errors import CheckpointError, ConfigError
 from megatron_frozen.lora import LoraConfig
+from megatron_frozen.testing import run_ranks
 from megatron_frozen.train.config import TrainConfig
 from megatron_frozen.train.job import train
-from megatron_frozen.train.run_folder import FolderClaim, find_start, identity
+from megatron_frozen.train.run_folder import FolderClaim, find_start, identity, print_summary
 from tests.unit.train_job_toy import losses, toy_config
 
 
@@ -43,8 +47,64 @@ def test_finished_run_shows_its_summary_and_trains_nothing(run, tmp_path, capsys
     shown = capsys.readouterr().out
     assert "this run is finished; raise max_steps to go on" in shown
     assert "held-out loss: " in shown
-    assert shown.endswith(f"result: {run.output_dir}/adapter\n")
+    assert f"result: {run.output_dir}/adapter\ntry it: " in shown
     assert sorted((path, path.stat().st_mtime_ns) for path in Path(copy.output_dir).rglob("*")) == before
+
+
+@pytest.mark.parametrize("lora", [LoraConfig(), None])
+def test_summary_ends_with_a_command_that_works_here(run, tmp_path, capsys, monkeypatch, lora):
+    config = dataclasses.replace(run, model="my model", lora=lora)
+    summary = {"step": 1, "loss_after": None, "question": None, "result": "runs/it"}
+    model = "--model 'my model' --adapter runs/it" if lora else "--model runs/it"
+    program = tmp_path / "venv/bin/megatron-frozen"
+    program.parent.mkdir(parents=True)
+    monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
+    for folder, command in (
+        (tmp_path, "venv/bin/python -m megatron_frozen"),
+        (tmp_path, "venv/bin/megatron-frozen"),
+        (program.parent, str(program)),
+        (Path(run.output_dir), str(program)),
+    ):
+        monkeypatch.chdir(folder)
+        print_summary(summary, config)
+        shown = capsys.readouterr().out.splitlines()
+        assert shown == [
+            "finished after 1 step",
+            "result: runs/it",
+            f'try it: {command} generate {model} --prompt "..."',
+        ]
+        program.touch()
+
+
+def resumed(rank: int, world_size: int, config: TrainConfig) -> str:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        train(config)
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_other_masks_on_another_number_of_ranks_are_told_where_there_are_masks(tmp_path, dropout):
+    config = toy_config(
+        tmp_path, max_steps=1, lora=LoraConfig(r=4, dropout=dropout), eval_data=None, sample_max_new_tokens=0
+    )
+    train(config)
+    first, second = run_ranks(2, resumed, dataclasses.replace(config, max_steps=2))
+    assert "resuming from" in first
+    assert ("so dropout starts a new random order" in first) == (dropout > 0)
+    assert second == ""
+
+
+def test_waits_are_announced_and_one_row_is_one(tmp_path, capsys):
+    config = toy_config(tmp_path, max_steps=1)
+    Path(config.train_data).write_text(Path(config.train_data).read_text().splitlines()[0])
+    train(config)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "loading the model"
+    assert "in 1 row of 64 tokens" in said[2]
+    assert said.count("evaluating") == said.count("answering the sample") == 2
+    train(dataclasses.replace(config, output_dir=str(tmp_path / "bare"), eval_data=None, sample_max_new_tokens=0))
+    assert {"evaluating", "answering the sample"}.isdisjoint(capsys.readouterr().err.splitlines())
 
 
 def test_folder_of_a_job_that_runs_is_refused(run, tmp_path):
@@ -117,10 +177,10 @@ def test_run_without_any_checkpoint_starts_again(run, tmp_path):
     ("changes", "message"),
     [
         ({"resume": "never"}, "holds another run and resume is never; give another one, or resume=auto to go on"),
-        ({"seed": 1}, "belongs to another run: its seed is 0 and this config's is 1; give another output_dir"),
-        ({"lora": LoraConfig(r=2)}, "belongs to another run: its lora is {'r': 4"),
-        ({"lora": None}, "this config's is None"),
-        ({"dtype": "bf16"}, "its dtype is 'fp32' and this config's is 'bf16'"),
+        ({"seed": 1}, "belongs to another run: seed is 0 there and 1 here; give another output_dir"),
+        ({"lora": LoraConfig(r=2)}, "belongs to another run: lora.r is 4 there and 2 here;"),
+        ({"lora": None}, "lora is set there and None here"),
+        ({"dtype": "bf16"}, "dtype is 'fp32' there and 'bf16' here"),
         ({"max_steps": 3}, "max_steps is 3 and "),
     ],
 )
@@ -137,11 +197,11 @@ def test_data_and_model_are_the_same_anywhere_and_others_are_another_run(run, tm
     weights = model / "model.safetensors"
     original = weights.read_bytes()
     weights.write_bytes(original[:-4] + bytes(4))
-    with pytest.raises(ConfigError, match="its model_fingerprint is"):
+    with pytest.raises(ConfigError, match="the content of model has changed"):
         find_start(moved)
     weights.write_bytes(original)
     Path(data).write_text(Path(run.train_data).read_text() * 2)
-    with pytest.raises(ConfigError, match="its train_data_sha256 is"):
+    with pytest.raises(ConfigError, match="the content of train_data has changed"):
         find_start(moved)
 
 
@@ -171,7 +231,7 @@ def test_start_that_failed_before_its_first_checkpoint_makes_room_for_another(ru
 def test_result_without_a_checkpoint_is_a_run_all_the_same(run, tmp_path):
     copy = copy_of(run, tmp_path / "copy")
     shutil.rmtree(Path(copy.output_dir, "checkpoints"))
-    with pytest.raises(ConfigError, match="belongs to another run: its seed is 0"):
+    with pytest.raises(ConfigError, match="belongs to another run: seed is 0"):
         find_start(dataclasses.replace(copy, seed=1))
 
 
@@ -206,7 +266,7 @@ def test_named_checkpoint_is_checked(run, tmp_path):
     assert find_start(named).resume_from == Path(first)
     with pytest.raises(CheckpointError, match="is no complete checkpoint; give a folder step_NNNNNNNN that holds"):
         find_start(dataclasses.replace(named, resume=str(tmp_path)))
-    with pytest.raises(ConfigError, match=r"the checkpoint .*step_00000002 belongs to another run: its seed is 0"):
+    with pytest.raises(ConfigError, match=r"the checkpoint .*step_00000002 belongs to another run: seed is 0"):
         find_start(dataclasses.replace(named, seed=5))
     with pytest.raises(ConfigError, match=r"step_00000004 is later than .*step_00000002, so the next resume=auto"):
         find_start(dataclasses.replace(run, resume=first))
