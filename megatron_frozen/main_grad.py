@@ -204,9 +204,11 @@ def _mark(weight: Any, plan: Plan) -> None:
 
 
 def _returned(returns: Returns, *, shape: torch.Size, like: torch.Tensor) -> torch.Tensor | None:
-    if returns is Returns.DUMMY:
+    # detect_anomaly would take what an empty dummy holds for a NaN of the model.
+    looks_for_nan = not torch.compiler.is_compiling() and torch.is_anomaly_enabled()
+    if returns is Returns.DUMMY and not looks_for_nan:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
-    if returns is Returns.ZEROS:
+    if returns in (Returns.DUMMY, Returns.ZEROS):
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
     return None
 

@@ -27,6 +27,7 @@ _ORDER: dict[str, tuple[Backend, ...]] = {
 }
 _ELSEWHERE: tuple[Backend, ...] = (cast(Backend, reference),)
 _SMALL = 2**21  # multiply-adds below which the others were not faster than the reference on a CPU
+_DISPATCH = "__torch_dispatch__"  # no name that pyright knows
 BACKENDS: dict[str, Backend] = {backend.NAME: backend for order in _ORDER.values() for backend in order}
 
 
@@ -35,7 +36,24 @@ def choose(request: Request, *, wish: str | None = None) -> Backend:
 
     Raises ConfigError for a wish that is unknown or cannot serve the request, with the reason.
     """
-    return _chosen(request, wish if wish is not None else environment.text(environment.GEMM_BACKEND))
+    return _chosen(request, _wish(wish))
+
+
+def _wish(wish: str | None) -> str | None:
+    return wish if wish is not None else environment.text(environment.GEMM_BACKEND)
+
+
+def _is_no_plain_tensor(*tensors: torch.Tensor) -> bool:
+    """Return whether one is of a class with operators of its own, as fake tensors and DTensors are, whose address is
+    not that of its numbers."""
+    return any(getattr(type(tensor), _DISPATCH) is not getattr(torch.Tensor, _DISPATCH) for tensor in tensors)
+
+
+def _shares_places(matrix: torch.Tensor) -> bool:
+    """Return whether elements of the matrix lie on one another, as expanded rows do; also if rows and columns are
+    interleaved."""
+    (inner, num_inner), (outer, num_outer) = sorted(zip(matrix.stride(), matrix.shape, strict=True))
+    return (num_inner > 1 and inner == 0) or (num_outer > 1 and num_inner > 0 and outer <= inner * (num_inner - 1))
 
 
 @lru_cache(maxsize=1024)
@@ -78,7 +96,9 @@ def multiply(
             out = left.new_empty(result_shape(request.product, left, right), dtype=request.output_dtype)
         backend = choose(request, wish=wish)
         if left.numel() and right.numel():
-            if wish is None and request.device_type == "cpu" and _inner(request, left) * out.numel() < _SMALL:
+            if _is_no_plain_tensor(left, right, out) or (
+                request.device_type == "cpu" and _inner(request, left) * out.numel() < _SMALL and _wish(wish) is None
+            ):
                 backend = cast(Backend, reference)
             return out, backend.run(request, left, right, out=out, bias=bias)
         if not request.accumulate:
@@ -111,6 +131,11 @@ def _check(
         raise LayoutError(
             f"{request} got an output {list(out.shape)} {out.dtype} on {out.device}; give {list(shape)} "
             f"{request.output_dtype} on {left.device}"
+        )
+    if out is not None and _shares_places(out):
+        raise LayoutError(
+            f"{request} got an output {list(out.shape)} with strides {list(out.stride())}, of which elements share "
+            f"memory; give one whose elements have places of their own"
         )
 
 

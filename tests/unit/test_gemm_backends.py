@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 from megatron_frozen.diagnostics import Recorder
 from megatron_frozen.errors import ConfigError, LayoutError
@@ -163,6 +164,27 @@ def test_a_wish_is_heeded_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_FROZEN_GEMM", "apex")
     with pytest.raises(ConfigError, match="the gemm backend 'apex' cannot serve"):
         select.choose(request_for())
+
+
+def test_a_wish_of_the_environment_is_heeded_for_small_products_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    monkeypatch.setattr(mkl, "unsupported", lambda request: None)
+    monkeypatch.setattr(mkl, "run", lambda *args, **keywords: ran.append(args))
+    operands = torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(2, 4, dtype=torch.bfloat16)
+    select.multiply(request_for(accumulate=True), *operands, out=torch.zeros(3, 4))
+    assert not ran
+    monkeypatch.setenv("MEGATRON_FROZEN_GEMM", "mkl")
+    select._chosen.cache_clear()
+    select.multiply(request_for(accumulate=True), *operands, out=torch.zeros(3, 4))
+    select._chosen.cache_clear()
+    assert len(ran) == 1
+
+
+def test_tensors_without_numbers_reach_no_kernel_that_takes_addresses() -> None:
+    with FakeTensorMode():
+        operands = torch.ones(512, 300, dtype=torch.bfloat16), torch.ones(512, 256, dtype=torch.bfloat16)
+        product, _ = select.multiply(request_for(), *operands)
+    assert (type(product), tuple(product.shape), product.dtype) == (FakeTensor, (300, 256), torch.float32)
 
 
 def test_what_no_backend_serves() -> None:

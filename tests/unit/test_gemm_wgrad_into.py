@@ -125,3 +125,14 @@ def test_operands_of_two_dtypes_are_refused() -> None:
     with pytest.raises(LayoutError, match=r"operands of dtypes torch.bfloat16 and torch.float32; cast them to one"):
         wgrad_into(buffer, torch.ones(4, OUT, dtype=torch.bfloat16), torch.ones(4, IN), accumulate=True)
     assert not buffer.any()
+
+
+@pytest.mark.parametrize("strides", [(0, 1), (100, 1), (1, 0), (1, 100), (0, 0)], ids=str)
+def test_a_buffer_whose_elements_lie_on_one_another_is_refused(strides: tuple[int, int]) -> None:
+    """A kernel that takes addresses would write past it."""
+    memory = torch.zeros(256 * 300)
+    buffer = memory.as_strided((300, 256), strides)
+    operands = torch.ones(64, 300, dtype=torch.bfloat16), torch.ones(64, 256, dtype=torch.bfloat16)
+    with pytest.raises(LayoutError, match=r"an output \[300, 256\] with strides .* share memory; give one whose"):
+        wgrad_into(buffer, *operands, accumulate=False)
+    assert not memory.any()

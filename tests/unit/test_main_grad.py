@@ -56,6 +56,20 @@ def test_what_megatrons_wrapper_reads(dtype: torch.dtype, *, zero_out: bool | No
     assert relative_error(parameter.main_grad, 7 + wgrad_of(grad, x)) < 1e-6  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def test_anomaly_detection_finds_no_nan_in_a_dummy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dummy's memory may hold NaN; whoever looks for those of the model must not be led here."""
+    monkeypatch.setattr(torch, "empty", lambda shape, **options: torch.full(shape, float("nan"), **options))
+    parameter = weight(main_grad=torch.zeros(OUT, IN), grad_added_to_main_grad=False)
+    operands = torch.ones(4, OUT), torch.ones(4, IN)
+    dummy = deliver_weight_gradient(parameter, *operands)
+    assert dummy is not None
+    assert dummy.isnan().all()
+    with torch.autograd.set_detect_anomaly(True):
+        dummy = deliver_weight_gradient(parameter, *operands)
+    assert dummy is not None
+    assert not dummy.any()
+
+
 def test_without_the_flag_nothing_is_returned_and_no_flag_appears() -> None:
     parameter = weight(main_grad=torch.zeros(OUT, IN))
     grad, x = torch.randn(4, OUT), torch.randn(4, IN)
