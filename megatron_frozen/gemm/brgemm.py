@@ -5,7 +5,7 @@ with pairs of rows interleaved ("VNNI"). torch's CPU attention runs on it. It us
 product has a fast path on AMX only. Here it is looped over blocks: along K in chunks, along M or N on torch's number of
 threads, which pack what they multiply while it is in their caches. Interleaving is transposing, by fbgemm's
 ``transpose_simd`` in the same library: 16 bits at a time, then pairs as 32. The mangled names hold the types of the
-arguments, and one product is checked before the first use, so that another torch finds them absent or wrong, not
+arguments, and a few products are checked before the first use, so that another torch finds them absent or wrong, not
 different."""
 
 from __future__ import annotations
@@ -52,11 +52,13 @@ def _absent() -> str | None:
     functions += [symbol(name, *_TRANSPOSE_ARGUMENTS) for name in _TRANSPOSE_NAMES]
     if None in functions:
         return f"torch {torch.__version__} exports no such kernel"
-    A, B = (torch.arange(12.0) - 5).view(4, 3).t().bfloat16(), (torch.arange(20.0) - 9).view(4, 5).bfloat16()
-    out = torch.ones(3, 5)
-    _gemm(A, B, out=out, accumulate=True)
-    if not torch.equal(out, (A.float().unsqueeze(2) * B.float()).sum(1) + 1):
-        return f"the kernel of torch {torch.__version__} gave a wrong product when it was tried"
+    for M, K, N in ((3, 4, 5), (70, 66, 35), (35, 66, 70)):  # whole and part blocks, rows and columns
+        A = (torch.arange(K * M) % 7 - 3).view(K, M).t().bfloat16()
+        B = (torch.arange(K * N) % 5 - 2).view(K, N).bfloat16()
+        out = torch.ones(M, N)
+        _gemm(A, B, out=out, accumulate=True)
+        if not torch.equal(out, (A.float().unsqueeze(2) * B.float()).sum(1) + 1):
+            return f"the kernel of torch {torch.__version__} gave a wrong product when it was tried"
     return None
 
 

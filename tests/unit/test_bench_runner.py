@@ -52,15 +52,18 @@ def test_short_calls_are_timed_in_a_loop(tmp_path: Path) -> None:
 
 
 def test_memory_of_one_call() -> None:
-    """Only what lives at once counts, and what was there before does not."""
-    held = torch.ones(2**22)
+    """Only what lives at once counts, and what was there before does not.
+
+    64 MiB each: the allocator keeps freed pieces of up to 32 MiB, as it may by then, for later.
+    """
+    held = torch.ones(2**24)
 
     def way() -> torch.Tensor:
-        torch.ones(2**22)
-        return torch.ones(2**22)
+        torch.ones(2**24)
+        return torch.ones(2**24)
 
     measured = extra_mib(way, device="cpu")
-    assert math.isnan(measured) or 15 < measured < 24
+    assert math.isnan(measured) or 60 < measured < 100
     assert not extra_mib(lambda: held.add_(1), device="cpu") > 4
 
 
