@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_frozen.gemm.native import symbol
 from megatron_frozen.gemm.request import Request, add_bias_, bias_sum, oriented
@@ -52,14 +53,18 @@ def _absent() -> str | None:
     functions += [symbol(name, *_TRANSPOSE_ARGUMENTS) for name in _TRANSPOSE_NAMES]
     if None in functions:
         return f"torch {torch.__version__} exports no such kernel"
-    for M, K, N in ((3, 4, 5), (70, 66, 35), (35, 66, 70)):  # whole and part blocks, rows and columns
-        A = (torch.arange(K * M) % 7 - 3).view(K, M).t().bfloat16()
-        B = (torch.arange(K * N) % 5 - 2).view(K, N).bfloat16()
-        out = torch.ones(M, N)
-        _gemm(A, B, out=out, accumulate=True)
-        if not torch.equal(out, (A.float().unsqueeze(2) * B.float()).sum(1) + 1):
-            return f"the kernel of torch {torch.__version__} gave a wrong product when it was tried"
-    return None
+    with _disable_current_modes():  # neither the caller's fake tensors nor its default dtype or device
+        is_right = all(_gives_a_right_product(*sizes) for sizes in ((3, 4, 5), (70, 66, 35), (35, 66, 70)))
+    return None if is_right else f"the kernel of torch {torch.__version__} gave a wrong product when it was tried"
+
+
+def _gives_a_right_product(M: int, K: int, N: int) -> bool:
+    """Try a product of whole and part blocks, by rows or columns."""
+    A = (torch.arange(K * M, device="cpu") % 7 - 3).view(K, M).t().bfloat16()
+    B = (torch.arange(K * N, device="cpu") % 5 - 2).view(K, N).bfloat16()
+    out = torch.ones(M, N, dtype=torch.float32, device="cpu")
+    _gemm(A, B, out=out, accumulate=True)
+    return torch.equal(out, (A.float().unsqueeze(2) * B.float()).sum(1) + 1)
 
 
 def run(

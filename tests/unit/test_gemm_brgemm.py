@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from megatron_frozen.gemm import brgemm
 from megatron_frozen.gemm.brgemm import _cuts, _on_threads
@@ -52,6 +54,20 @@ def test_without_torchs_threads_the_caller_does_all(monkeypatch: pytest.MonkeyPa
     done: list[tuple[int, int]] = []
     _on_threads(lambda cut: done.append((cut.start, threading.get_ident())), CUTS)
     assert done == [(start, threading.get_ident()) for start in range(8)]
+
+
+@pytest.mark.parametrize("surroundings", ["float64", "bfloat16", "device", "fake"])
+def test_the_trial_does_not_depend_on_where_it_first_happens(surroundings: str) -> None:
+    """A trial in another dtype or at an address of nothing crashed, or turned the backend off for good."""
+    expected = brgemm._absent()
+    dtype = torch.get_default_dtype()
+    mode = {"device": torch.device("meta"), "fake": FakeTensorMode()}.get(surroundings, contextlib.nullcontext())
+    try:
+        torch.set_default_dtype(getattr(torch, surroundings, dtype) if "float" in surroundings else dtype)
+        with mode:
+            assert brgemm._absent.__wrapped__() == expected
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 @pytest.mark.parametrize("size", [1, 127, 128, 129, 256, 1000, 4096])
