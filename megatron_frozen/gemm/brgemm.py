@@ -11,6 +11,7 @@ different."""
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -201,12 +202,13 @@ def _cuts(size: int, *, limit: int) -> list[slice]:
 def _on_threads(work: Callable[[slice], object], cuts: list[slice]) -> None:
     """Do the work for each cut on torch's own threads, which may still be spinning after their last operation and would
     take the processors from any others; on this one where they are not GNU OpenMP's, or compatible."""
-    rest, errors = iter(cuts), []
+    rest, errors, finished = iter(cuts), [], set()
 
     def region(_: object) -> None:
         try:
             for cut in rest:
                 work(cut)
+            finished.add(threading.get_ident())
         except BaseException as error:  # no exception may pass through the C frames
             errors.append(error)
 
@@ -218,3 +220,5 @@ def _on_threads(work: Callable[[slice], object], cuts: list[slice]) -> None:
         parallel(_REGION(region), None, num_threads, 0)
     if errors:
         raise errors[0]
+    if threading.get_ident() not in finished:  # a signal's exception came before the try, where ctypes drops it
+        raise KeyboardInterrupt

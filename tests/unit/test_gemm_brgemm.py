@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 import time
 
@@ -46,6 +47,32 @@ def test_an_error_in_a_thread_is_raised_by_the_caller() -> None:
 
     with pytest.raises(MemoryError, match="no room"):
         _on_threads(work, CUTS)
+
+
+@pytest.mark.filterwarnings("ignore:Exception ignored on calling ctypes callback")  # what ctypes prints as it drops one
+@pytest.mark.usefixtures("two_threads")
+def test_no_interruption_is_lost() -> None:
+    """A signal that comes while C runs is handled where Python is entered next: in front of the callback's try."""
+    matrix, num_handled, num_raised = torch.ones(200, 200), 0, 0
+
+    def interrupt(*_: object) -> None:
+        nonlocal num_handled
+        num_handled += 1
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for attempt in range(30):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.001 * (attempt % 5 + 1))
+                while num_handled == attempt:
+                    _on_threads(lambda _: torch.mm(matrix, matrix), CUTS)
+            except KeyboardInterrupt:
+                num_raised += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert num_raised == num_handled == 30
 
 
 @pytest.mark.usefixtures("two_threads")
