@@ -12,9 +12,11 @@
 | Megatron-FSDP, gradients whole | add | a dummy | True |
 | the same, weight shared with a layer that does not fuse | add | None, so that the other gradient is added | left |
 
-The flag is ``grad_added_to_main_grad``; its presence says that a wrapper will look. A dummy is there because a gradient
-of None lets autograd run DDP's hook, and its collectives, on another thread.
-"""
+The flag is ``grad_added_to_main_grad``; its presence says that a wrapper will look. A dummy is there because a
+gradient of None lets autograd run DDP's hook, and its collectives, on another thread.
+
+Without the flag, ``overwrite_main_grad`` must not meet reentrant checkpointing: each recomputed region runs a
+backward of its own, and a weight used in two of them would lose its first use. """
 
 from __future__ import annotations
 
@@ -274,9 +276,8 @@ class GraphTarget(NamedTuple):
 def graph_target(weight: torch.Tensor) -> GraphTarget:
     """Return the buffer and key of a fused weight, looked up while a graph is traced.
 
-    Raises ConfigError where the buffer comes into being in backward only, or where a flag is to be set on a weight that
-    nobody introduced.
-    """
+    Raises ConfigError where the buffer comes into being in backward only, or where a flag is to be set on a weight
+    that nobody introduced. """
     facts = facts_of(weight)
     plan = decide(facts, weight=weight)
     if facts.has_getter:
@@ -300,9 +301,9 @@ def wgrad_into_main_grads(
     """Write the rows of dY^T X into the buffers of weights that stand one above the other, and set their flags.
 
     main_grads: [O_i, I] each; grad_output [..., sum O_i]; total_input [..., I]; keys: what ``introduce`` gave the
-    weights, 0 for one that has no flag; tensors, since a graph holds for one value of a plain int only. What ``decide``
-    says of each weight is done when this runs, not when it is traced: a graph can neither set attributes nor read the
-    flag. No collectives.
+    weights, 0 for one that has no flag; tensors, since a graph holds for one value of a plain int only. What
+    ``decide`` says of each weight is done when this runs, not when it is traced: a graph can neither set attributes
+    nor read the flag. No collectives.
 
     Raises ConfigError where a weight is gone.
     """
