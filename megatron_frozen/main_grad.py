@@ -16,7 +16,8 @@ The flag is ``grad_added_to_main_grad``; its presence says that a wrapper will l
 gradient of None lets autograd run DDP's hook, and its collectives, on another thread.
 
 Without the flag, ``overwrite_main_grad`` must not meet reentrant checkpointing: each recomputed region runs a
-backward of its own, and a weight used in two of them would lose its first use. """
+backward of its own, and a weight used in two of them would lose its first use.
+"""
 
 from __future__ import annotations
 
@@ -277,7 +278,7 @@ def graph_target(weight: torch.Tensor) -> GraphTarget:
     """Return the buffer and key of a fused weight, looked up while a graph is traced.
 
     Raises ConfigError where the buffer comes into being in backward only, or where a flag is to be set on a weight
-    that nobody introduced. """
+    that nobody introduced."""
     facts = facts_of(weight)
     plan = decide(facts, weight=weight)
     if facts.has_getter:
