@@ -115,6 +115,6 @@ def _same_rows(first: Fold, second: Fold) -> bool:
 
 def _wgrad(grad: torch.Tensor, operand: torch.Tensor, *, factor: torch.Tensor) -> torch.Tensor:
     dtype = kept_grad_dtype(factor)
-    # A compiled graph cannot hold the backends that widen, so it rounds to the operands' dtype first.
+    # In a compiled graph a wider product upcasts its operands, X among them; there it is rounded to their dtype.
     product_dtype = None if torch.compiler.is_compiling() else torch.promote_types(operand.dtype, dtype)
     return gemm.wgrad(*fold_pair(grad, operand), dtype=product_dtype).to(dtype)

@@ -11,8 +11,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from megatron_frozen import gemm
-from megatron_frozen.autograd.dgrad import DgradPlan, start_dgrad
 from megatron_frozen.autograd.grad_dtype import kept_grad_dtype
+from megatron_frozen.autograd.linear_products import ProductPlan, forward_product, start_dgrad
 from megatron_frozen.comm import all_gather
 from megatron_frozen.comm.groups import Group
 from megatron_frozen.layout import Fold, fold_leading
@@ -62,17 +62,14 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
         ctx.weight_grad_dtype = kept_grad_dtype(weight)
         ctx.bias_grad_dtype = None if bias is None else kept_grad_dtype(bias)
         ctx.grad_output_buffer, ctx.wgrad_deferral_limit = grad_output_buffer, wgrad_deferral_limit
-        ctx.plan = DgradPlan(
+        ctx.plan = ProductPlan(
             group=tp_group,
             allreduce=allreduce_dgrad,
             sequence_parallel=sequence_parallel,
             dgrad_in_fp32=dgrad_in_fp32,
             allreduce_in_fp32=allreduce_dgrad_in_fp32,
         )
-        if sequence_parallel:
-            input, _ = all_gather(input, group=tp_group)
-        input_RI, fold = fold_leading(input)
-        return fold.unfold_output(gemm.forward(input_RI, weight, bias, dtype=output_dtype))
+        return forward_product(input, weight, bias, plan=ctx.plan, output_dtype=output_dtype)
 
     @staticmethod
     @once_differentiable

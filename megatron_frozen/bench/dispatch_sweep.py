@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from megatron_frozen import gemm
-from megatron_frozen.autograd.dgrad import DgradPlan, start_dgrad
+from megatron_frozen.autograd.linear_products import ProductPlan, start_dgrad
 from megatron_frozen.bench.runner import BenchConfig, Row, medians_ms
 from megatron_frozen.gemm import peers
 from megatron_frozen.layout import fold_leading
@@ -21,7 +21,7 @@ SHAPES = ((384, 8, 4096, 4096), (384, 16, 4096, 4096), (768, 8, 4096, 4096), (38
 SMALL_SHAPES = ((24, 3, 64, 48),)
 LOGITS, SMALL_LOGITS = (512, 1, 151936, 896), (32, 1, 512, 48)
 OLD, FLATTEN, OURS, BARE = "old", "plain flatten", "ours", "bare product"
-_PLAN = DgradPlan(group=None, allreduce=False, sequence_parallel=False, dgrad_in_fp32=False, allreduce_in_fp32=False)
+_PLAN = ProductPlan(group=None, allreduce=False, sequence_parallel=False, dgrad_in_fp32=False, allreduce_in_fp32=False)
 
 
 def _contiguous(dense: torch.Tensor) -> torch.Tensor:

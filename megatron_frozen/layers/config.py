@@ -37,7 +37,7 @@ class ModelParallelConfig:
     deterministic_mode: bool = False
     """Look embeddings up by an operator whose backward is deterministic."""
     dgrad_in_fp32: bool = False
-    """Multiply input gradients from fp32 copies of low-precision operands."""
+    """Multiply the low-precision operands of input gradients straight into fp32."""
     allreduce_dgrad_in_fp32: bool = False
     """Sum input gradients over ranks in fp32."""
 

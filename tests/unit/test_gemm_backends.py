@@ -44,11 +44,6 @@ def request_for(
     )
 
 
-def skip_reason(backend: ModuleType, request: Request) -> str | None:
-    """Return why this machine's CPU or torch lacks a backend that depends on them."""
-    return backend.unsupported(request)
-
-
 def operand(rng: random.Random, rows: int, columns: int) -> torch.Tensor:
     """Return a random matrix in one of five layouts."""
     return rng.choice(
@@ -81,7 +76,7 @@ def test_any_layout_shape_and_mode(backend: ModuleType, dtype: torch.dtype, monk
     rng = random.Random(0)
     torch.manual_seed(0)
     wide = torch.promote_types(dtype, torch.float32)
-    if (reason := skip_reason(backend, request_for(dtype=dtype, output_dtype=wide))) is not None:
+    if (reason := backend.unsupported(request_for(dtype=dtype, output_dtype=wide))) is not None:
         pytest.skip(reason)
     for _ in range(60):
         monkeypatch.setattr(torch, "get_num_threads", lambda: rng.choice([1, 2, 3]))
@@ -124,7 +119,7 @@ def test_no_fp32_copy_of_an_operand_and_none_of_the_buffer(backend: ModuleType, 
     right = torch.randn(T if product is Product.WGRAD else O, I).bfloat16()
     out = torch.zeros(result_shape(product, left, right))
     request = request_for(product, accumulate=True)
-    if (reason := skip_reason(backend, request)) is not None:
+    if (reason := backend.unsupported(request)) is not None:
         pytest.skip(reason)
     with Recorder() as seen:
         backend.run(request, left, right, out=out)

@@ -1,4 +1,4 @@
-"""The input gradient of a linear layer: fold, multiply, communicate, unfold. Frozen and trainable layers share it.
+"""The forward product and the input gradient, which frozen and trainable linears share: fold, multiply, unfold.
 
 Shape suffixes: R = distinct rows of dY, I = in features, O = out features.
 """
@@ -11,29 +11,44 @@ from dataclasses import dataclass
 import torch
 
 from megatron_frozen import gemm
-from megatron_frozen.comm import all_reduce_, reduce_scatter
+from megatron_frozen.comm import all_gather, all_reduce_, reduce_scatter
 from megatron_frozen.comm.groups import Group
-from megatron_frozen.layout import Fold
+from megatron_frozen.layout import Fold, fold_leading
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DgradPlan:
-    """How an input gradient is computed and summed over tensor-parallel ranks."""
+class ProductPlan:
+    """How tensor-parallel ranks share a product: the input is gathered, its gradient multiplied and summed."""
 
     group: Group
     """The tensor-parallel group; None for one rank."""
     allreduce: bool
     """Sum over the group by an all-reduce of the 2-D product."""
     sequence_parallel: bool
-    """Sum over the group by a reduce-scatter along dim 0."""
+    """Gather the input along dim 0, and sum its gradient by a reduce-scatter along it."""
     dgrad_in_fp32: bool
-    """Multiply fp32 copies of bf16 and fp16 operands."""
+    """Multiply bf16 and fp16 operands straight into fp32."""
     allreduce_in_fp32: bool
     """Sum over the group in fp32."""
 
 
+def forward_product(
+    input_: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    *,
+    plan: ProductPlan,
+    output_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """Return Y [..., O] of X [..., I], under sequence parallelism of its shard, which is gathered first."""
+    if plan.sequence_parallel:
+        input_, _ = all_gather(input_, group=plan.group)
+    input_RI, fold = fold_leading(input_)
+    return fold.unfold_output(gemm.forward(input_RI, weight_OI, bias_O, dtype=output_dtype))
+
+
 def start_dgrad(
-    grad_RO: torch.Tensor, weight_OI: torch.Tensor, *, fold: Fold, plan: DgradPlan
+    grad_RO: torch.Tensor, weight_OI: torch.Tensor, *, fold: Fold, plan: ProductPlan
 ) -> Callable[[], torch.Tensor]:
     """Multiply, launch the collective of ``plan``, and return the function that waits and gives dX [..., I].
 
