@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from megatron_frozen.comm import Group, group_size
 from megatron_frozen.layers import ColumnParallelLinear, ModelParallelConfig, RowParallelLinear
+from megatron_frozen.layers.norm import RMSNorm
 from megatron_frozen.models.config import DecoderConfig
 from megatron_frozen.models.documents import AttentionPlan
 from megatron_frozen.models.entry import column_config, enter_tensor_parallel
-from megatron_frozen.models.norm import RMSNorm
 from megatron_frozen.models.rope import RotaryTables, rotate
 from megatron_frozen.params import SharesGroups
 

@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_frozen.comm import Group, group_size
 from megatron_frozen.layers import ModelParallelConfig, VocabParallelEmbedding
+from megatron_frozen.layers.norm import RMSNorm
 from megatron_frozen.models.attention import Attention
 from megatron_frozen.models.config import DecoderConfig
 from megatron_frozen.models.documents import AttentionPlan, document_positions
 from megatron_frozen.models.mlp import MLP
-from megatron_frozen.models.norm import RMSNorm
 from megatron_frozen.models.rope import RotaryTables, join_tables, rotary_tables
 from megatron_frozen.partition import padded_vocab_size
 

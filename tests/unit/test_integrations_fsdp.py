@@ -11,7 +11,7 @@ import torch
 from megatron_frozen.errors import ConfigError
 from megatron_frozen.integrations import fsdp
 from megatron_frozen.layers import ModelParallelConfig, VocabParallelEmbedding
-from megatron_frozen.models.norm import RMSNorm
+from megatron_frozen.layers.norm import RMSNorm
 from megatron_frozen.testing import relative_error, run_ranks
 from tests.unit import fsdp_ranks
 from tests.unit.test_autograd_trainable_linear import trainable

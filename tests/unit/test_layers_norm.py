@@ -7,7 +7,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from megatron_frozen.layers import ModelParallelConfig
-from megatron_frozen.models.norm import RMSNorm
+from megatron_frozen.layers.norm import RMSNorm
 
 
 def _norms(dtype: torch.dtype) -> tuple[RMSNorm, LlamaRMSNorm]:

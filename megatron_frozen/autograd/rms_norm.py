@@ -8,38 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_frozen.autograd.grad_dtype import kept_grad_dtype
-from megatron_frozen.layers import ModelParallelConfig
-from megatron_frozen.layers.parts import new_parameter
-from megatron_frozen.params import KeepsMarks, mark_partial_grad
 
 
-class RMSNorm(KeepsMarks):
-    """Scale each vector to root mean square 1, then by ``weight`` [h].
-
-    Works on any leading dims in any memory order, which the result keeps. The weight is the same on all ranks; its
-    gradient is marked as a partial sum where each rank sees a part of the sequence, or (``over_shards``) of the heads.
-    """
-
-    def __init__(self, size: int, *, eps: float, parallel: ModelParallelConfig, over_shards: bool = False) -> None:
-        super().__init__()
-        self.weight = new_parameter(size, config=parallel)
-        nn.init.ones_(self.weight)
-        self.eps = eps
-        if parallel.sequence_parallel or over_shards:
-            mark_partial_grad(self.weight)
-
-    def forward(self, input_: Tensor) -> Tensor:
-        return _RMSNorm.apply(input_, self.weight, self.eps)
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}"
-
-
-class _RMSNorm(torch.autograd.Function):
+class RMSNormFunction(torch.autograd.Function):
     """RMSNorm with statistics in fp32 (fp64 for fp64 input).
 
     Shapes: input [..., h]; weight [h]; result [..., h].
