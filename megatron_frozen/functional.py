@@ -7,6 +7,7 @@ Argument names, order and defaults are those of Megatron-core 0.16.1. ``tp_group
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 
@@ -14,6 +15,7 @@ from megatron_frozen import environment
 from megatron_frozen.autograd import (
     LinearWithFrozenWeight,
     LinearWithGradAccumulationAndAsyncCommunication,
+    SplitLinear,
     VocabParallelCrossEntropy,
 )
 from megatron_frozen.autograd.cross_entropy import IGNORED_TARGET
@@ -22,24 +24,41 @@ from megatron_frozen.errors import ConfigError, LayoutError
 from megatron_frozen.main_grad import check_product, graph_target
 
 
-def _operands(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Cast to the autocast dtype where autocast is on, as F.linear does, and check that the operands fit."""
+def _cast_to_autocast(input: torch.Tensor, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Cast to the autocast dtype where autocast is on, as F.linear does."""
     device_type = input.device.type
     if torch.is_autocast_enabled(device_type) and input.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device_type)
-        input, weight = input.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    dtypes = {input.dtype, weight.dtype} | ({bias.dtype} if bias is not None else set())
-    if len(dtypes) > 1:
-        raise LayoutError(f"a linear product got operands of dtypes {sorted(map(str, dtypes))}; cast them to one dtype")
-    if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
+        return tuple(tensor.to(dtype) for tensor in (input, *parts))
+    return input, *parts
+
+
+def _check_operands(input: torch.Tensor, *, weight_shape: Sequence[int], dtypes: set[torch.dtype]) -> None:
+    if dtypes != {input.dtype}:
+        given = sorted(map(str, {input.dtype} | dtypes))
+        raise LayoutError(f"a linear product got operands of dtypes {given}; cast them to one dtype")
+    if input.dim() == 0 or input.shape[-1] != weight_shape[1]:
         raise LayoutError(
-            f"a linear product got an input of shape {list(input.shape)} for a weight of shape {list(weight.shape)}; "
-            f"the last dim of the input must be {weight.shape[1]}"
+            f"a linear product got an input of shape {list(input.shape)} for a weight of shape {list(weight_shape)}; "
+            f"the last dim of the input must be {weight_shape[1]}"
         )
-    return input, weight, bias
+
+
+def _operands(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Cast under autocast, and check that the operands fit."""
+    input, *parts = _cast_to_autocast(input, weight, *([] if bias is None else [bias]))
+    _check_operands(input, weight_shape=parts[0].shape, dtypes={part.dtype for part in parts})
+    return input, parts[0], parts[1] if bias is not None else None
+
+
+def _refuse_cast_of_fused(weight: torch.Tensor, cast: torch.Tensor) -> None:
+    if cast is not weight:
+        raise ConfigError(
+            f"gradient_accumulation_fusion is on for a {weight.dtype} weight and autocast to {cast.dtype}: the "
+            f"cast copy has no main_grad, so keep the weight in {cast.dtype} or turn one of the two off"
+        )
 
 
 def _group(
@@ -156,11 +175,8 @@ def linear_with_grad_accumulation_and_async_allreduce(
     )
     check_product(weight, is_put_off=grad_output_buffer is not None)
     input, cast_weight, bias = _operands(input, weight, bias)
-    if gradient_accumulation_fusion and cast_weight is not weight:
-        raise ConfigError(
-            f"gradient_accumulation_fusion is on for a {weight.dtype} weight and autocast to {cast_weight.dtype}: the "
-            f"cast copy has no main_grad, so keep the weight in {cast_weight.dtype} or turn one of the two off"
-        )
+    if gradient_accumulation_fusion:
+        _refuse_cast_of_fused(weight, cast_weight)
     has_backward = torch.is_grad_enabled() and weight.requires_grad
     is_traced = torch.compiler.is_compiling() and gradient_accumulation_fusion and has_backward
     return LinearWithGradAccumulationAndAsyncCommunication.apply(
@@ -178,6 +194,75 @@ def linear_with_grad_accumulation_and_async_allreduce(
         graph_target(weight) if is_traced else None,
         _output_dtype(input, output_dtype),
     )
+
+
+def linear_with_split_parameters(
+    input: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor] = (),
+    *,
+    gradient_accumulation_fusion: bool = False,
+    allreduce_dgrad: bool = False,
+    sequence_parallel: bool = False,
+    tp_group: Group = None,
+    dgrad_in_fp32: bool = False,
+    allreduce_dgrad_in_fp32: bool = False,
+    output_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return X W^T + b, where W and b stand in parts one above the other, each frozen or trainable on its own.
+
+    input [..., I], weights [O_i, I] each, biases [O_i] each or none; returns [..., sum O_i] from one product. Parts of
+    several dtypes are promoted to one, which must be the input's (all are cast under autocast). Collectives, gradients
+    and memory: see ``SplitLinear``; the options are those of the other linear functions.
+
+    Raises LayoutError for operands that do not fit and ConfigError for options that exclude each other.
+    """
+    group, allreduce, scatter = _group(
+        tp_group, allreduce_dgrad=allreduce_dgrad, sequence_parallel=sequence_parallel, async_grad_allreduce=None
+    )
+    num_parts = len(weights)
+    if num_parts == 0 or len(biases) not in (0, num_parts):
+        raise LayoutError(
+            f"a split linear product got {num_parts} weights and {len(biases)} biases; give at least one weight, and a "
+            f"bias for each or none"
+        )
+    for part in weights:
+        check_product(part)
+    input, *parts = _cast_to_autocast(input, *weights, *biases)
+    if any(part.shape[1:] != weights[0].shape[1:] for part in weights):
+        raise LayoutError(
+            f"a split linear product got weights of shapes {[list(part.shape) for part in weights]}; give them one "
+            f"number of input features"
+        )
+    _check_operands(input, weight_shape=weights[0].shape, dtypes=_promoted(parts[:num_parts], parts[num_parts:]))
+    if gradient_accumulation_fusion:
+        for part, cast in zip(weights, parts[:num_parts], strict=True):
+            _refuse_cast_of_fused(part, cast)
+    targets = None
+    if torch.compiler.is_compiling() and gradient_accumulation_fusion and torch.is_grad_enabled():
+        targets = [graph_target(part) for part in weights if part.requires_grad]
+    plan = (
+        group,
+        allreduce,
+        scatter,
+        dgrad_in_fp32 or environment.switch(environment.LINEAR_DGRAD_FP32),
+        allreduce_dgrad_in_fp32 or environment.switch(environment.DGRAD_ALLREDUCE_FP32),
+    )
+    return SplitLinear.apply(
+        input, gradient_accumulation_fusion, plan, targets, _output_dtype(input, output_dtype), num_parts, *parts
+    )
+
+
+def _promoted(*groups: Sequence[torch.Tensor]) -> set[torch.dtype]:
+    """Return the dtype that each group of parts is promoted to."""
+    dtypes = set()
+    for parts in groups:
+        if parts:
+            dtype = parts[0].dtype
+            for part in parts:
+                dtype = torch.promote_types(dtype, part.dtype)
+            dtypes.add(dtype)
+    return dtypes
 
 
 def vocab_parallel_cross_entropy(

@@ -25,6 +25,7 @@ import enum
 import itertools
 import secrets
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,8 +33,9 @@ import torch
 
 from megatron_frozen import gemm
 from megatron_frozen.errors import ConfigError
-from megatron_frozen.gemm.wgrad_into import wgrad_into
+from megatron_frozen.gemm.wgrad_into import check_main_grad, wgrad_into
 from megatron_frozen.layout import fold_pair
+from megatron_frozen.storage import adjacent_view
 
 _WRITTEN = "_written_in_backward"
 _KEY = "_main_grad_key"
@@ -182,15 +184,48 @@ def deliver_weight_gradient(
     Raises ConfigError (see ``decide``) and LayoutError for a buffer of another shape or of integers, before anything
     is written.
     """
-    facts = WeightFacts(is_fused=False) if weight is None else facts_of(weight)
-    plan = decide(facts, weight=weight)
-    if plan.returns is Returns.GRADIENT:
+    if weight is None:
         return gemm.wgrad(*fold_pair(grad_output, total_input), dtype=grad_dtype)
-    assert weight is not None
-    if plan.writes:
-        wgrad_into(_buffer(weight), grad_output, total_input, accumulate=plan.accumulates)
+    return deliver_weight_gradients([weight], grad_output, total_input)[0]
+
+
+def deliver_weight_gradients(
+    weights: Sequence[torch.Tensor], grad_output: torch.Tensor, total_input: torch.Tensor
+) -> list[torch.Tensor | None]:
+    """Do this for fused weights [O_i, I] that stand one above the other; grad_output [..., sum O_i].
+
+    One product writes all buffers where they adjoin in memory and are written in one way, else one product each.
+    """
+    plans = [decide(facts_of(weight), weight=weight) for weight in weights]
+    if any(plan.writes for plan in plans):  # all do: a frozen weight is not brought here
+        sizes = [weight.shape[0] for weight in weights]
+        _write([_buffer(weight) for weight in weights], grad_output, total_input, plans=plans, sizes=sizes)
+    for weight, plan in zip(weights, plans, strict=True):
         _mark(weight, plan)
-    return _returned(plan.returns, shape=weight.shape, like=grad_output)
+    return [
+        _returned(plan.returns, shape=weight.shape, like=grad_output)
+        for weight, plan in zip(weights, plans, strict=True)
+    ]
+
+
+def _write(
+    main_grads: list[torch.Tensor],
+    grad_output: torch.Tensor,
+    total_input: torch.Tensor,
+    *,
+    plans: Sequence[Plan],
+    sizes: Sequence[int],
+) -> None:
+    accumulates = {plan.accumulates for plan in plans}
+    whole = adjacent_view(main_grads) if len(accumulates) == 1 else None
+    if whole is not None:
+        wgrad_into(whole, grad_output, total_input, accumulate=accumulates.pop())
+        return
+    for main_grad, size in zip(main_grads, sizes, strict=True):  # all of them before the first is written
+        check_main_grad(main_grad, shape=(size, total_input.shape[-1]))
+    parts = grad_output.split(list(sizes), dim=-1)
+    for main_grad, plan, part in zip(main_grads, plans, parts, strict=True):
+        wgrad_into(main_grad, part, total_input, accumulate=plan.accumulates)
 
 
 def _buffer(weight: Any) -> torch.Tensor:
@@ -308,16 +343,16 @@ def wgrad_into_main_grads(
 
     Raises ConfigError where a weight is gone.
     """
+    weights = [_WEIGHTS.get(int(key)) for key in keys]
+    if any(weight is None and int(key) for weight, key in zip(weights, keys, strict=True)):
+        raise ConfigError(
+            "a compiled graph holds the weight gradient of a parameter that no longer exists or comes from another "
+            "process; compile the model again"
+        )
+    plans = [Plan() if weight is None else decide(facts_of(weight), weight=weight) for weight in weights]
     sizes = [main_grad.shape[0] for main_grad in main_grads]
-    for main_grad, part, key in zip(main_grads, grad_output.split(sizes, dim=-1), keys, strict=True):
-        weight = _WEIGHTS.get(number := int(key))
-        if number and weight is None:
-            raise ConfigError(
-                "a compiled graph holds the weight gradient of a parameter that no longer exists or comes from another "
-                "process; compile the model again"
-            )
-        plan = Plan() if weight is None else decide(facts_of(weight), weight=weight)
-        wgrad_into(main_grad, part, total_input, accumulate=plan.accumulates)
+    _write(main_grads, grad_output, total_input, plans=plans, sizes=sizes)
+    for weight, plan in zip(weights, plans, strict=True):
         if weight is not None:
             _mark(weight, plan)
 
@@ -331,5 +366,13 @@ def _(
 
 def deliver_in_graph(target: GraphTarget, grad_output: torch.Tensor, total_input: torch.Tensor) -> torch.Tensor | None:
     """Do what ``deliver_weight_gradient`` does in a traced backward, through the operator above."""
-    wgrad_into_main_grads([target.main_grad], grad_output, total_input, [target.key])
-    return _returned(target.returns, shape=target.main_grad.shape, like=grad_output)
+    return deliver_all_in_graph([target], grad_output, total_input)[0]
+
+
+def deliver_all_in_graph(
+    targets: Sequence[GraphTarget], grad_output: torch.Tensor, total_input: torch.Tensor
+) -> list[torch.Tensor | None]:
+    """Do what ``deliver_weight_gradients`` does in a traced backward, through the operator above."""
+    main_grads, keys = [target.main_grad for target in targets], [target.key for target in targets]
+    wgrad_into_main_grads(main_grads, grad_output, total_input, keys)
+    return [_returned(target.returns, shape=target.main_grad.shape, like=grad_output) for target in targets]

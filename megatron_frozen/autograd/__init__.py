@@ -4,6 +4,9 @@ from megatron_frozen.autograd.cross_entropy import VocabParallelCrossEntropy as 
 from megatron_frozen.autograd.frozen_linear import LinearWithFrozenWeight as LinearWithFrozenWeight
 from megatron_frozen.autograd.low_rank import AddLowRank as AddLowRank
 from megatron_frozen.autograd.low_rank import FrozenLinearWithAdapter as FrozenLinearWithAdapter
+from megatron_frozen.autograd.low_rank_split import AdaptedParts as AdaptedParts
+from megatron_frozen.autograd.low_rank_split import FrozenSplitWithAdapters as FrozenSplitWithAdapters
+from megatron_frozen.autograd.split_linear import SplitLinear as SplitLinear
 from megatron_frozen.autograd.trainable_linear import (
     LinearWithGradAccumulationAndAsyncCommunication as LinearWithGradAccumulationAndAsyncCommunication,
 )

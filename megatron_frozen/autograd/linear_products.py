@@ -50,13 +50,20 @@ def forward_product(
 def start_dgrad(
     grad_RO: torch.Tensor, weight_OI: torch.Tensor, *, fold: Fold, plan: ProductPlan
 ) -> Callable[[], torch.Tensor]:
-    """Multiply, launch the collective of ``plan``, and return the function that waits and gives dX [..., I].
+    """Multiply dX = dY W and return ``start_reduction`` of it, in dY's dtype."""
+    product_RI = gemm.dgrad(grad_RO, weight_OI, in_fp32=plan.dgrad_in_fp32)
+    return start_reduction(product_RI, fold=fold, plan=plan, dtype=grad_RO.dtype)
 
-    The collective runs in the product's dtype, widened to fp32 by either fp32 option; dX is rounded to dY's dtype
+
+def start_reduction(
+    product_RI: torch.Tensor, *, fold: Fold, plan: ProductPlan, dtype: torch.dtype
+) -> Callable[[], torch.Tensor]:
+    """Launch the collective of ``plan`` on a dX, and return the function that waits and gives dX [..., I].
+
+    The collective runs in the product's dtype, widened to fp32 by either fp32 option; dX is rounded to ``dtype``
     once, at the end. An all-reduce travels on the dense [R, I] product, so every rank of the group must bring a dY of
     one shape and stride order, as ranks that run one program do. A reduce-scatter needs the sequence first, so it
     unfolds before."""
-    product_RI = gemm.dgrad(grad_RO, weight_OI, in_fp32=plan.dgrad_in_fp32)
     if plan.allreduce_in_fp32 and (plan.allreduce or plan.sequence_parallel):
         product_RI = product_RI.to(torch.promote_types(product_RI.dtype, torch.float32))
     if plan.sequence_parallel:
@@ -69,7 +76,7 @@ def start_dgrad(
     def finish() -> torch.Tensor:
         if work is not None:
             work.wait()
-        rounded = dX.to(grad_RO.dtype)
+        rounded = dX.to(dtype)
         return rounded if plan.sequence_parallel else fold.unfold(rounded)
 
     return finish

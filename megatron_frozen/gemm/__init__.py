@@ -1,5 +1,7 @@
 """The only place that multiplies matrices."""
 
+from megatron_frozen.gemm.joined import joined_dgrad as joined_dgrad
+from megatron_frozen.gemm.joined import joined_forward as joined_forward
 from megatron_frozen.gemm.products import add_product_ as add_product_
 from megatron_frozen.gemm.products import bias_gradient as bias_gradient
 from megatron_frozen.gemm.products import dgrad as dgrad

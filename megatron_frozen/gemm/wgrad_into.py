@@ -26,14 +26,7 @@ def wgrad_into(
 
     Raises LayoutError where a shape or dtype does not fit, before anything is written.
     """
-    expected = (grad_output.shape[-1], total_input.shape[-1])
-    if tuple(main_grad.shape) != expected:
-        raise LayoutError(
-            f"main_grad has shape {list(main_grad.shape)} for a weight gradient of shape {list(expected)}; "
-            f"give a buffer of the weight's shape"
-        )
-    if not main_grad.is_floating_point():
-        raise LayoutError(f"main_grad has dtype {main_grad.dtype}; give a floating-point buffer, float32 by preference")
+    check_main_grad(main_grad, shape=(grad_output.shape[-1], total_input.shape[-1]))
     if grad_output.dtype != total_input.dtype:
         raise LayoutError(
             f"a weight gradient was asked of operands of dtypes {grad_output.dtype} and {total_input.dtype}; "
@@ -47,3 +40,14 @@ def wgrad_into(
         accumulate=accumulate,
     )
     multiply(request, *fold_pair(grad_output, total_input), out=main_grad)
+
+
+def check_main_grad(main_grad: torch.Tensor, *, shape: tuple[int, int]) -> None:
+    """Refuse a buffer that cannot take a weight gradient of ``shape`` [O, I]. Raises LayoutError."""
+    if tuple(main_grad.shape) != shape:
+        raise LayoutError(
+            f"main_grad has shape {list(main_grad.shape)} for a weight gradient of shape {list(shape)}; "
+            f"give a buffer of the weight's shape"
+        )
+    if not main_grad.is_floating_point():
+        raise LayoutError(f"main_grad has dtype {main_grad.dtype}; give a floating-point buffer, float32 by preference")

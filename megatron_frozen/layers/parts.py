@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,11 @@ from megatron_frozen.comm import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron_frozen.functional import linear_with_frozen_weight, linear_with_grad_accumulation_and_async_allreduce
+from megatron_frozen.functional import (
+    linear_with_frozen_weight,
+    linear_with_grad_accumulation_and_async_allreduce,
+    linear_with_split_parameters,
+)
 from megatron_frozen.main_grad import introduce
 from megatron_frozen.params import init_shard_, set_tensor_model_parallel_attributes
 from megatron_frozen.params.shards import InitMethod
@@ -100,6 +105,26 @@ def frozen_or_trainable_linear(
         input_,
         weight,
         bias,
+        gradient_accumulation_fusion=config.gradient_accumulation_fusion,
+        dgrad_in_fp32=dgrad_in_fp32(config),
+        allreduce_dgrad_in_fp32=dgrad_sum_in_fp32(config),
+        **options,
+    )
+
+
+def split_linear(
+    input_: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor] = (),
+    *,
+    config: Any,
+    **options: Any,
+) -> torch.Tensor:
+    """Return the one product of this rank's parts [..., sum O_i]; see ``functional.linear_with_split_parameters``."""
+    return linear_with_split_parameters(
+        input_,
+        weights,
+        biases,
         gradient_accumulation_fusion=config.gradient_accumulation_fusion,
         dgrad_in_fp32=dgrad_in_fp32(config),
         allreduce_dgrad_in_fp32=dgrad_sum_in_fp32(config),
