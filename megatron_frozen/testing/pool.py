@@ -7,20 +7,16 @@ everything. Workers live as long as the pytest process; the pool is thrown away 
 from __future__ import annotations
 
 import atexit
-import datetime
 import faulthandler
 import itertools
 import multiprocessing as mp
 import os
 import pickle
-import random
 import signal
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -28,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
-from megatron_frozen.comm import destroy_model_parallel
+from megatron_frozen.testing.body import RankError, Request, name_ranks, run_body
+from megatron_frozen.testing.launched import launched_by_torchrun
 
 DEVICE_OF_BACKEND = {"gloo": "cpu", "nccl": "cuda"}
 """The one list that device and backend come from; a test that wants NCCL parametrizes over its keys."""
@@ -40,16 +37,8 @@ _DUMP_S = 0.5  # how long a stuck rank gets to write its stack
 _LOG_TAIL_CHARS = 4000
 
 
-class RankError(AssertionError):
-    """A body did not end well on every rank. `failures` maps each rank at fault to what is known about it."""
-
-    def __init__(self, message: str, *, failures: dict[int, str] | None = None) -> None:
-        super().__init__(message)
-        self.failures = failures or {}
-
-
 def run_ranks(
-    world_size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 120, backend: str = "gloo"
+    world_size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 120, backend: str | None = None
 ) -> list[Any]:
     """Runs `body(rank, world_size, *args)` on `world_size` processes and returns every rank's return value, by rank.
 
@@ -62,12 +51,16 @@ def run_ranks(
         body: a function at module level of an importable module (spawned processes import it by name).
         args: picklable; each rank gets its own copy. Tensors travel by value, both ways.
         timeout_s: seconds until the ranks that have not finished are reported and the pool is killed.
-        backend: a key of `DEVICE_OF_BACKEND`.
+        backend: a key of `DEVICE_OF_BACKEND`. None: the ranks that torchrun started, on NCCL where there are GPUs, if
+            `megatron_frozen.testing.launched` joined them; else gloo on CPUs.
 
     Raises:
         RankError: a rank raised (its traceback is in the message), died, hung, or returned what cannot be pickled; or
             the request itself cannot run.
+        unittest.SkipTest: torchrun started fewer ranks.
     """
+    launched_ranks = launched_by_torchrun() if backend is None else None
+    backend = backend or "gloo"
     _check_request(world_size, body=body, backend=backend)
     try:
         job = pickle.dumps((body, args))
@@ -76,8 +69,11 @@ def run_ranks(
             f"{_name(body)} and its arguments must be picklable to reach the ranks ({error}): "
             "make the body a function at module level and pass plain values or tensors."
         ) from error
-    _POOL.grow(world_size)
-    return _POOL.run(job, world_size=world_size, timeout_s=timeout_s, backend=backend, name=_name(body))
+    if launched_ranks is not None:
+        return launched_ranks.run(job, world_size=world_size, timeout_s=timeout_s, name=_name(body))
+    pool = _POOLS[DEVICE_OF_BACKEND[backend]]
+    pool.grow(world_size)
+    return pool.run(job, world_size=world_size, timeout_s=timeout_s, backend=backend, name=_name(body))
 
 
 def _name(body: Callable[..., Any]) -> str:
@@ -99,15 +95,10 @@ def _check_request(world_size: int, *, body: Callable[..., Any], backend: str) -
 
 @dataclass(frozen=True, kw_only=True)
 class _Request:
-    """One body for one rank, as it goes through the pipe."""
+    """What goes through the pipe: a request, and the file where its ranks meet."""
 
-    rank: int
-    world_size: int
-    backend: str
+    body: Request
     store: str
-    timeout_s: float
-    job: bytes
-    path: list[str] = field(default_factory=lambda: list(sys.path))
 
 
 @dataclass(slots=True)
@@ -139,7 +130,8 @@ class _Answers:
 class _Pool:
     """The workers of this process. Any world size up to the number of workers runs on the first ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
+        self._device = device
         self._workers: list[_Worker] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._job_numbers = itertools.count()
@@ -152,7 +144,8 @@ class _Pool:
             ours, theirs = context.Pipe()
             log = Path(self._folder.name, f"rank_{index}.log")
             log.touch()
-            process = context.Process(target=_serve, args=(theirs, str(log)), name=f"rank {index}", daemon=True)
+            arguments = (theirs, str(log), self._device)
+            process = context.Process(target=_serve, args=arguments, name=f"rank {index}", daemon=True)
             process.start()
             theirs.close()  # else the death of the worker would not show as an end of file
             self._workers.append(_Worker(process=process, pipe=ours, log=log))
@@ -175,10 +168,16 @@ class _Pool:
         try:
             for rank, worker in enumerate(self._workers[:world_size]):
                 worker.log_start = worker.log.stat().st_size
-                request = _Request(
-                    rank=rank, world_size=world_size, backend=backend, store=str(store), timeout_s=timeout_s, job=job
+                body = Request(
+                    rank=rank,
+                    local_rank=rank,
+                    world_size=world_size,
+                    backend=backend,
+                    # Longer than the parent waits: the parent's report is the better one. Not endless: no orphan stays.
+                    timeout_s=timeout_s + 60,
+                    job=job,
                 )
-                _send(worker, request, answers=answers)
+                _send(worker, _Request(body=body, store=str(store)), answers=answers)
             self._collect(answers, world_size=world_size, timeout_s=timeout_s)
         except BaseException:  # also KeyboardInterrupt and pytest-timeout: the ranks are in an unknown state
             self.kill()
@@ -210,10 +209,10 @@ class _Pool:
         in_order = sorted(answers.failures, key=lambda rank: answers.failed_at_s[rank])
         failures = {rank: answers.failures[rank] for rank in in_order}
         order = ", the first to fail named first" if len(failures) > 1 else ""
-        lines = [f"{name} failed on {_ranks(in_order)} of {world_size}{order}." if failures else ""]
+        lines = [f"{name} failed on {name_ranks(in_order)} of {world_size}{order}." if failures else ""]
         if stuck:
             why = "after another rank had failed" if failures else f"within {timeout_s:g} s"
-            lines.append(f"{name} did not finish on {_ranks(stuck)} of {world_size} {why}.")
+            lines.append(f"{name} did not finish on {name_ranks(stuck)} of {world_size} {why}.")
             self._dump_stacks(stuck)
         sections = [f"--- rank {rank} ---\n{text.rstrip()}" for rank, text in failures.items()]
         for rank in stuck:
@@ -234,15 +233,11 @@ class _Pool:
         time.sleep(_DUMP_S)
 
 
-def _ranks(ranks: list[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-
-
 def _send(worker: _Worker, request: _Request, *, answers: _Answers) -> None:
     try:
         worker.pipe.send_bytes(pickle.dumps(request))
     except OSError:
-        _record_death(worker, rank=request.rank, answers=answers)
+        _record_death(worker, rank=request.body.rank, answers=answers)
 
 
 def _receive(worker: _Worker, *, rank: int, answers: _Answers) -> None:
@@ -266,14 +261,15 @@ def _record_death(worker: _Worker, *, rank: int, answers: _Answers) -> None:
     answers.dead = True
 
 
-_POOL = _Pool()
-atexit.register(_POOL.kill)
+_POOLS = {device: _Pool(device) for device in DEVICE_OF_BACKEND.values()}
+for _pool in _POOLS.values():
+    atexit.register(_pool.kill)
 
 
 # ---------------------------------------------------------------------------------------------- the worker's side
 
 
-def _serve(pipe: Connection, log: str) -> None:
+def _serve(pipe: Connection, log: str, device: str) -> None:
     """The life of a worker: one body after another, until the parent closes the pipe."""
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -281,8 +277,8 @@ def _serve(pipe: Connection, log: str) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to the parent, which then kills the pool
-    # Else a rank whose body sends nothing takes its groups down while its peers still connect to it, and they fail.
-    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # several ranks of gloo may outnumber the GPUs, and need none
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a container's host name need not resolve
     while True:
@@ -290,69 +286,6 @@ def _serve(pipe: Connection, log: str) -> None:
             request = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
-        answer = _answer(request)
+        answer = run_body(request.body, FileStore(request.store, request.body.world_size))
         sys.stdout.flush()
         pipe.send_bytes(pickle.dumps(answer))
-
-
-def _pickled(value: Any) -> bytes:
-    """Plain pickle copies tensors by value; multiprocessing's own pickler would share memory that dies with us."""
-    try:
-        return pickle.dumps(value)
-    except Exception as error:
-        raise RankError(f"the return value cannot be pickled ({error}): return plain values or tensors.") from error
-
-
-def _answer(request: _Request) -> tuple[bool, Any, float]:
-    """(whether the body ended well, its pickled value or the traceback, when it ended)."""
-    try:
-        return _run_body(request)
-    except BaseException:
-        return False, traceback.format_exc(), time.monotonic()
-
-
-def _run_body(request: _Request) -> tuple[bool, Any, float]:
-    sys.path[:] = request.path
-    with _clean_process(rank=request.rank, world_size=request.world_size):
-        if DEVICE_OF_BACKEND[request.backend] == "cuda":
-            torch.cuda.set_device(request.rank)
-        dist.init_process_group(
-            request.backend,
-            init_method=f"file://{request.store}",
-            rank=request.rank,
-            world_size=request.world_size,
-            # Longer than the parent waits: the parent's report is the better one. Not endless: no orphan stays.
-            timeout=datetime.timedelta(seconds=request.timeout_s + 60),
-        )
-        try:
-            body, args = pickle.loads(request.job)
-            return True, _pickled(body(request.rank, request.world_size, *args)), time.monotonic()
-        except BaseException:  # SystemExit too: the parent must hear of it
-            # Timed before our group goes away, since that makes the peers fail too and they are not the culprits.
-            return False, traceback.format_exc(), time.monotonic()
-        finally:
-            _destroy_groups()
-
-
-def _destroy_groups() -> None:
-    destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-@contextmanager
-def _clean_process(*, rank: int, world_size: int) -> Iterator[None]:
-    """Gives the body fixed seeds and torchrun's variables, and takes back what it changes in the process."""
-    environment, folder, dtype = dict(os.environ), os.getcwd(), torch.get_default_dtype()
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    random.seed(0)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(environment)
-        os.chdir(folder)
-        torch.set_default_dtype(dtype)
-        torch.set_grad_enabled(True)

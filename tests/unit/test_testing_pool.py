@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_frozen.testing import RankError, run_ranks
+from megatron_frozen.testing import RankError, rank_device, run_ranks
 
 
 def _sum_of_ranks(rank: int, world_size: int, start: torch.Tensor) -> torch.Tensor:
@@ -83,6 +83,8 @@ def _state(rank: int, world_size: int) -> dict[str, object]:
         "grad": torch.is_grad_enabled(),
         "threads": torch.get_num_threads(),
         "rank": os.environ["RANK"],
+        "gpus": os.environ["CUDA_VISIBLE_DEVICES"],
+        "device": rank_device().type,
         "random": torch.rand(3),
     }
 
@@ -111,6 +113,7 @@ def test_bodies_leave_nothing_behind() -> None:
     assert first["grad"] is True
     assert first["threads"] == 1
     assert (first["rank"], second["rank"]) == ("0", "1")
+    assert (first["gpus"], first["device"]) == ("", "cpu")
     torch.testing.assert_close(first["random"], second["random"], rtol=0, atol=0)
 
 
