@@ -1,6 +1,7 @@
 """Column and row layers at 1 to 4 ranks against one unsharded product in fp64: y, dx, dw and db apart, in every mode.
 
-What each mode sends and how many products it runs are asserted on the same passes."""
+What each mode sends and how many products it runs are asserted on the same passes, and that what every rank holds in
+full is the same on all to the bit."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from megatron_frozen import (
 )
 from megatron_frozen.comm import get_tensor_model_parallel_group
 from megatron_frozen.diagnostics import Recorder
-from megatron_frozen.testing import assert_close_to, assert_no_worse_than, run_ranks
+from megatron_frozen.testing import assert_close_to, assert_no_worse_than, rank_device, run_ranks
+from tests.functional.replicas import assert_equal_on_all_ranks
 from tests.unit.core_ranks import MEMORY, Untouched, seeded
 
 S, B, IN, OUT = 12, 2, 24, 36
@@ -65,7 +67,9 @@ def cases(**fixed: Any) -> Iterator[Case]:
 
 
 def layer_of(case: Case) -> ColumnParallelLinear | RowParallelLinear:
-    config = ModelParallelConfig(sequence_parallel=case.sequence_parallel, params_dtype=case.dtype)
+    config = ModelParallelConfig(
+        sequence_parallel=case.sequence_parallel, params_dtype=case.dtype, use_cpu_initialization=True
+    )
     common: dict[str, Any] = {
         "config": config,
         "init_method": torch.nn.init.normal_,
@@ -79,7 +83,7 @@ def layer_of(case: Case) -> ColumnParallelLinear | RowParallelLinear:
         layer = RowParallelLinear(IN, OUT, input_is_parallel=not case.whole, **common)
     assert layer.weight is not None
     layer.weight.requires_grad = not case.is_frozen
-    return layer
+    return layer.to(rank_device())
 
 
 def full_operands(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -87,7 +91,9 @@ def full_operands(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor,
     torch.manual_seed(7)
     weight = torch.nn.init.normal_(torch.empty(OUT, IN)).to(case.dtype)
     x, grad = seeded(*case.shape, IN, seed=1, dtype=case.dtype), seeded(*case.shape, OUT, seed=2, dtype=case.dtype)
-    return x, weight, seeded(OUT, seed=3, dtype=case.dtype), grad
+    tensors = (x, weight, seeded(OUT, seed=3, dtype=case.dtype), grad)
+    x, weight, bias, grad = (tensor.to(rank_device()) for tensor in tensors)
+    return x, weight, bias, grad
 
 
 def whole_results(case: Case, dtype: torch.dtype) -> Tensors:
@@ -177,7 +183,18 @@ def check(case: Case, *, rank: int, world_size: int) -> Tensors:
     sum_partial_grads(layer.parameters(), group=get_tensor_model_parallel_group())
     assert layer.weight is not None
     db = None if layer.bias is None else layer.bias.grad
-    return {"y": y.detach(), "dx": x.grad, "dw": layer.weight.grad, "db": db}
+    results: Tensors = {"y": y.detach(), "dx": x.grad, "dw": layer.weight.grad, "db": db}
+    assert_equal_on_all_ranks({name: results[name] for name in replicated(case)})
+    return results
+
+
+def replicated(case: Case) -> list[str]:
+    """The results that every rank holds in full."""
+    if case.kind == "column":
+        held = {"y": case.whole, "dx": not case.sequence_parallel}
+    else:
+        held = {"y": not case.sequence_parallel, "dx": case.whole, "db": True}
+    return [name for name, is_full in held.items() if is_full]
 
 
 def parity_body(rank: int, world_size: int, chosen: list[Case]) -> int:
