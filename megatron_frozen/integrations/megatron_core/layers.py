@@ -1,0 +1,381 @@
+"""Megatron-core's column and row parallel linears with the products of this package.
+
+``FrozenColumnParallelLinear`` and ``FrozenRowParallelLinear`` are subclasses of megatron-core's classes, so that every
+``isinstance`` test of Megatron, its fp8 code and its LoRA wrappers holds. ``frozen_class`` makes them when they are
+first asked for, which imports megatron-core; what they do stands in the abstract classes below. Parameters, how they
+start, state dicts and checkpoints are upstream's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from typing import Any, cast
+
+import torch
+
+from megatron_frozen.comm import (
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+from megatron_frozen.comm.groups import Group, group_size
+from megatron_frozen.errors import ConfigError, LayoutError
+from megatron_frozen.functional import linear_with_frozen_weight, linear_with_grad_accumulation_and_async_allreduce
+from megatron_frozen.integrations.megatron_core import upstream
+from megatron_frozen.layers.parts import dgrad_in_fp32, dgrad_sum_in_fp32, enter_region
+from megatron_frozen.main_grad import introduce, name_parameters
+from megatron_frozen.params import KeepsMarks, set_tensor_model_parallel_attributes
+from megatron_frozen.params.shards import InitMethod
+
+
+class _Steps(KeepsMarks):
+    """What the two share: how the layer is built around upstream's constructor, its product and its checkpoint."""
+
+    config: Any
+    tp_group: Group
+    weight: torch.nn.Parameter | None
+    bias: torch.nn.Parameter | None
+    partition_dim: int
+    tensor_model_parallel = True
+    """With ``partition_dim`` what Megatron-Bridge's AutoMapping reads of a class that it has no name for."""
+    output_dtype: torch.dtype | None = None
+    explicit_expert_comm: bool
+    gradient_accumulation_fusion: bool
+    skip_bias_add: bool
+    sequence_parallel: bool
+
+    def _build(
+        self, base: type, sizes: tuple[int, int], *, config: Any, pg_collection: Any, name: str | None, **options: Any
+    ) -> None:
+        """Run upstream's constructor with those arguments that its release has, and finish the layer."""
+        known = inspect.signature(base.__init__).parameters
+        if "pg_collection" in known:
+            options["pg_collection"] = pg_collection
+        elif options["tp_group"] is None and pg_collection is not None:
+            options["tp_group"] = pg_collection.expt_tp if options["is_expert"] else pg_collection.tp
+        if "name" in known:
+            options["name"] = name
+        super().__init__(*sizes, config=_without_fusion(config), **options)
+        self.config, self.gradient_accumulation_fusion = config, config.gradient_accumulation_fusion
+        self.finish(name=name, stride=options["stride"])
+
+    def finish(self, *, name: str | None = None, stride: int = 1) -> None:
+        """Mark a weight that upstream left unmarked, as it does where it initialises none, and make it known."""
+        if self.weight is not None:
+            if not hasattr(self.weight, "partition_dim"):
+                set_tensor_model_parallel_attributes(
+                    self.weight, is_parallel=True, dim=self.partition_dim, stride=stride
+                )
+            introduce(self.weight)
+        if name is not None:
+            name_parameters(self, prefix=name)
+
+    def _product(
+        self,
+        input_: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        sums_dgrad: bool = False,
+        gathers: bool = False,
+        grad_output_buffer: list[torch.Tensor] | None = None,
+        wgrad_deferral_limit: Any = None,
+    ) -> torch.Tensor:
+        """Return X W^T + b [..., O of this rank]: frozen or trainable, as the weight is now."""
+        _mark_for_offloading(input_, self.config)
+        linear = (
+            linear_with_grad_accumulation_and_async_allreduce if weight.requires_grad else linear_with_frozen_weight
+        )
+        return linear(
+            input_,
+            weight,
+            bias,
+            gradient_accumulation_fusion=self.gradient_accumulation_fusion,
+            allreduce_dgrad=sums_dgrad,
+            sequence_parallel=gathers,
+            grad_output_buffer=grad_output_buffer,
+            wgrad_deferral_limit=wgrad_deferral_limit,
+            tp_group=self.tp_group,
+            dgrad_in_fp32=dgrad_in_fp32(self.config),
+            allreduce_dgrad_in_fp32=dgrad_sum_in_fp32(self.config),
+            output_dtype=self.output_dtype,
+        )
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return upstream's sharded state dict; ``metadata`` may be None or lack the data-parallel group."""
+        metadata = upstream.core("transformer.utils").ensure_metadata_has_dp_cp_group(metadata)
+        return cast("Any", super()).sharded_state_dict(prefix, sharded_offsets, metadata)
+
+    def backward_dw(self) -> None:
+        """Do nothing: weight gradients are computed in backward. Megatron's schedules call it."""
+
+
+class ColumnSteps(_Steps):
+    """Y = X W^T + b with W cut along its output features, for a subclass of megatron-core's ColumnParallelLinear.
+
+    The arguments are those of megatron-core 0.16.1 and, last, those that its main branch adds. ``output_dtype``, wider
+    than the operands', is the dtype of the output. ``explicit_expert_comm``, ``disable_grad_reduce``,
+    ``sequence_parallel`` and whether the weight is frozen are read at each call. gradient_accumulation_fusion needs no
+    apex.
+
+    Collectives: as ``megatron_frozen.ColumnParallelLinear``.
+    """
+
+    partition_dim = 0
+    input_size: int
+    output_size_per_partition: int
+    allreduce_dgrad: bool
+    disable_grad_reduce: bool
+    gather_output: bool
+    embedding_activation_buffer: list[torch.Tensor] | None
+    grad_output_buffer: list[torch.Tensor] | None
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: InitMethod,
+        bias: bool = True,
+        gather_output: bool = False,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+        skip_bias_add: bool = False,
+        skip_weight_param_allocation: bool = False,
+        embedding_activation_buffer: list[torch.Tensor] | None = None,
+        grad_output_buffer: list[torch.Tensor] | None = None,
+        is_expert: bool = False,
+        tp_comm_buffer_name: str | None = None,
+        disable_grad_reduce: bool = False,
+        tp_group: Group = None,
+        name: str | None = None,
+        output_dtype: torch.dtype | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        """Create the layer as upstream does, with the same random numbers."""
+        self._build(
+            upstream.core("tensor_parallel.layers").ColumnParallelLinear,
+            (input_size, output_size),
+            config=config,
+            init_method=init_method,
+            bias=bias,
+            gather_output=gather_output,
+            stride=stride,
+            keep_master_weight_for_test=keep_master_weight_for_test,
+            skip_bias_add=skip_bias_add,
+            skip_weight_param_allocation=skip_weight_param_allocation,
+            embedding_activation_buffer=embedding_activation_buffer,
+            grad_output_buffer=grad_output_buffer,
+            is_expert=is_expert,
+            tp_comm_buffer_name=tp_comm_buffer_name,
+            disable_grad_reduce=disable_grad_reduce,
+            tp_group=tp_group,
+            name=name,
+            pg_collection=pg_collection,
+        )
+        self.output_dtype = output_dtype
+
+    @property
+    def _sums_dgrad(self) -> bool:
+        return self.allreduce_dgrad and not (self.disable_grad_reduce or self.explicit_expert_comm)
+
+    @property
+    def _gathers(self) -> bool:
+        return self.sequence_parallel and not self.explicit_expert_comm
+
+    def forward(
+        self,
+        input_: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,  # noqa: FBT001 - Megatron's signature
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return ``(output, bias)``; ``weight`` takes the place of the layer's own, which a tied head does not have."""
+        weight = self._chosen_weight(weight)
+        inputs = self.embedding_activation_buffer
+        # Only the head gets a buffer, and a frozen one has nothing to put off.
+        defers = self.config.defer_embedding_wgrad_compute and inputs is not None and weight.requires_grad
+        limit = self.config.wgrad_deferral_limit if defers else None
+        output_parallel = self._product(
+            input_,
+            weight,
+            None if self.skip_bias_add else self.bias,
+            sums_dgrad=self._sums_dgrad,
+            gathers=self._gathers,
+            grad_output_buffer=self.grad_output_buffer if defers else None,
+            wgrad_deferral_limit=limit,
+        )
+        if inputs is not None and defers and (not limit or len(inputs) < limit):
+            inputs.append(input_)
+        return self._leave(output_parallel, runtime_gather_output)
+
+    def enter_parallel(self, input_: torch.Tensor) -> torch.Tensor:
+        """Return the input that every rank multiplies, [s, b, input_size]; its gradient is summed over ranks, once.
+
+        ``leave_parallel(multiply(enter_parallel(x)))`` is ``forward(x)``; an adapter adds its product between."""
+        if not (self._gathers or self._sums_dgrad):
+            return input_
+        return enter_region(input_, sequence_parallel=self._gathers, config=self.config, group=self.tp_group)
+
+    def multiply(self, input_parallel: torch.Tensor) -> torch.Tensor:
+        """Return X W^T [s, b, output_size / ranks]: no bias, no communication in either direction."""
+        return self._product(input_parallel, self._chosen_weight(None), None)
+
+    def leave_parallel(self, output_parallel: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Add the bias, gather if asked, and return ``(output, bias)`` as forward does."""
+        if self.bias is not None and not self.skip_bias_add:
+            output_parallel = output_parallel + self.bias.to(output_parallel.dtype)  # as F.linear under autocast
+        return self._leave(output_parallel, None)
+
+    def _leave(
+        self,
+        output_parallel: torch.Tensor,
+        gather: bool | None,  # noqa: FBT001
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if (self.gather_output if gather is None else gather) and group_size(self.tp_group) > 1:
+            output_parallel = gather_from_tensor_model_parallel_region(output_parallel, self.tp_group)
+        return output_parallel, self.bias if self.skip_bias_add else None
+
+    def _chosen_weight(self, given: torch.Tensor | None) -> torch.Tensor:
+        weight = self.weight if given is None else given
+        if weight is None:
+            raise ConfigError(
+                "this FrozenColumnParallelLinear has no weight of its own (skip_weight_param_allocation) and was given "
+                "none; pass weight= to forward"
+            )
+        expected = (self.output_size_per_partition, self.input_size)
+        if tuple(weight.shape) != expected:
+            raise LayoutError(
+                f"FrozenColumnParallelLinear was handed a weight of shape {list(weight.shape)}; "
+                f"give this rank's part, of shape {list(expected)}"
+            )
+        return weight
+
+
+class RowSteps(_Steps):
+    """Y = X W^T + b with W cut along its input features, for a subclass of megatron-core's RowParallelLinear.
+
+    The arguments are those of megatron-core 0.16.1 and, last, those that its main branch adds. Collectives: as
+    ``megatron_frozen.RowParallelLinear``.
+    """
+
+    partition_dim = 1
+    input_is_parallel: bool
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: InitMethod,
+        bias: bool,
+        input_is_parallel: bool,
+        skip_bias_add: bool,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+        is_expert: bool = False,
+        tp_comm_buffer_name: str | None = None,
+        tp_group: Group = None,
+        name: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        """Create the layer as upstream does, with the same random numbers."""
+        self._build(
+            upstream.core("tensor_parallel.layers").RowParallelLinear,
+            (input_size, output_size),
+            config=config,
+            init_method=init_method,
+            bias=bias,
+            input_is_parallel=input_is_parallel,
+            skip_bias_add=skip_bias_add,
+            stride=stride,
+            keep_master_weight_for_test=keep_master_weight_for_test,
+            is_expert=is_expert,
+            tp_comm_buffer_name=tp_comm_buffer_name,
+            tp_group=tp_group,
+            name=name,
+            pg_collection=pg_collection,
+        )
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return ``(output, bias)``; bias is the parameter with ``skip_bias_add``, else None."""
+        return self.leave_parallel(self.multiply(self.enter_parallel(input_)))
+
+    def enter_parallel(self, input_: torch.Tensor) -> torch.Tensor:
+        """Return this rank's features of the input, [s, b, input_size / ranks]."""
+        if self.input_is_parallel or group_size(self.tp_group) == 1:
+            return input_
+        return scatter_to_tensor_model_parallel_region(input_, self.tp_group)
+
+    def multiply(self, input_parallel: torch.Tensor) -> torch.Tensor:
+        """Return this rank's partial sum of X W^T, [s, b, output_size]: no bias, no communication."""
+        assert self.weight is not None
+        return self._product(input_parallel, self.weight, None)
+
+    def leave_parallel(self, output_parallel: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Sum the partial outputs over ranks, add the bias, and return ``(output, bias)`` as forward does."""
+        if self.explicit_expert_comm:
+            if self.bias is not None and not self.skip_bias_add:
+                raise ConfigError(
+                    "this FrozenRowParallelLinear leaves the sum over ranks to its caller (explicit_expert_comm), and "
+                    "each rank would add the whole bias; set skip_bias_add"
+                )
+            return output_parallel, self.bias
+        output = output_parallel
+        if group_size(self.tp_group) > 1:
+            leave = (
+                reduce_scatter_to_sequence_parallel_region
+                if self.sequence_parallel
+                else reduce_from_tensor_model_parallel_region
+            )
+            output = leave(output_parallel, self.tp_group)
+        if self.skip_bias_add:
+            return output, self.bias
+        return output if self.bias is None else output + self.bias.to(output.dtype), None  # as F.linear under autocast
+
+
+def _without_fusion(config: Any) -> Any:
+    """Return ``config``, or a copy for upstream's constructor, which refuses gradient_accumulation_fusion without
+    apex."""
+    if not config.gradient_accumulation_fusion:
+        return config
+    plain = copy.copy(config)
+    plain.gradient_accumulation_fusion = False
+    return plain
+
+
+def _mark_for_offloading(input_: torch.Tensor, config: Any) -> None:
+    """Tell TransformerEngine's offloading, inside its context, what to do with a saved input."""
+    context = getattr(config, "_cpu_offloading_context", None)
+    if context is not None and context.inside_context:
+        cast("Any", input_).activation_offloading = config.cpu_offloading_activations
+
+
+@functools.cache
+def frozen_class(base: type) -> type:
+    """Return the subclass of megatron-core's ``base`` that multiplies with our products, always the same one.
+
+    base: ColumnParallelLinear, RowParallelLinear, or a subclass of one of them whose forward calls theirs. Imports
+    megatron-core.
+
+    Raises ConfigError for any other class.
+    """
+    layers = upstream.core("tensor_parallel.layers")
+    name = f"Frozen{base.__name__}"
+    for steps, plain in ((ColumnSteps, layers.ColumnParallelLinear), (RowSteps, layers.RowParallelLinear)):
+        if issubclass(base, steps):
+            return base
+        if base is plain:
+            return type(name, (steps, base), {"__doc__": steps.__doc__, "__module__": __package__})
+        if issubclass(base, plain):
+            return type(name, (base, frozen_class(plain)), {"__doc__": base.__doc__, "__module__": __package__})
+    raise ConfigError(
+        f"{base.__module__}.{base.__name__} is no ColumnParallelLinear or RowParallelLinear of megatron-core; "
+        f"build the model from the local layers"
+    )
