@@ -1,0 +1,200 @@
+"""A step of reinforcement learning on a decoder with a large vocabulary: the loss is the caller's, on the logits.
+
+That is where an unfolded backward hurts most: the logits' gradient comes as [b, s, V] and reaches the frozen head as
+[s, b, V].
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_frozen.bench.runner import BenchConfig, Row, bar_picture, stamp, text_table, write_csv
+from megatron_frozen.bench.workers import Build, Step, take_turns
+from megatron_frozen.gemm import peers
+from megatron_frozen.layers import ColumnParallelLinear, ModelParallelConfig, RowParallelLinear
+from megatron_frozen.lora import LoraConfig, apply_lora
+from megatron_frozen.models import CausalLM, DecoderConfig
+
+QWEN_HALF_BILLION = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 32768,
+}
+SMALL = QWEN_HALF_BILLION | {
+    "hidden_size": 28,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "vocab_size": 300,
+}
+NUM_STEPS, NUM_WARM, SEQ_LENGTH, RANK, LEARNING_RATE, CLIP = 6, 2, 512, 16, 1e-5, 0.2
+FULL, UNFOLDED, FLATTENED, OURS = "full fine-tuning", "lora, unfolded", "lora, plain flatten", "lora, ours"
+COLUMNS = ("way", "forward_backward_s", "step_s", "ratio_to_full", "step_ratio_to_full", "peak_mib", "first_loss",
+           "grad_norm")  # fmt: skip
+
+Product = Callable[[Tensor, Tensor], Tensor]
+"""From [..., K] and [K, N] to [..., N]."""
+
+
+def run(config: BenchConfig) -> None:
+    """Measure, print the table with its targets, write rl_step.csv and rl_step.png."""
+    rows = measure(config)
+    print(text_table(rows, COLUMNS), end="\n\n")
+    targets = verdicts({str(row["way"]): row for row in rows})
+    print(text_table(targets, ("figure", "value", "target", "met")))
+    write_csv(config.output / "rl_step.csv", [stamp(config.device) | row for row in rows + targets])
+    seconds = {
+        str(row["way"]): {"forward + backward": _number(row, "forward_backward_s"), "step": _number(row, "step_s")}
+        for row in rows
+    }
+    bar_picture(config.output / "rl_step.png", seconds, title="RL step, Qwen2.5-0.5B shape, s=512", label="s")
+
+
+def measure(config: BenchConfig) -> list[Row]:
+    """Return a row for each way. All have the same weights, tokens and loss."""
+    model = SMALL if config.small else QWEN_HALF_BILLION
+    ways: Mapping[str, Build] = {
+        FULL: partial(step_of, model, product=None, full=True),
+        UNFOLDED: partial(step_of, model, product=peers.batched, full=False),
+        FLATTENED: partial(step_of, model, product=peers.flattened, full=False),
+        OURS: partial(step_of, model, product=None, full=False),
+    }
+    runs = take_turns(ways, num_steps=NUM_STEPS)
+    rows: list[Row] = []
+    for name, found in runs.items():
+        row: Row = {
+            "kind": "time",
+            "way": name,
+            "forward_backward_s": found.median("forward_backward_s", after=NUM_WARM),
+            "step_s": found.median("seconds", after=NUM_WARM),
+            "peak_mib": found.peak_mib,
+            "first_loss": found.all("loss")[0],
+            "grad_norm": found.figures[0]["grad_norm"],
+        }
+        full = row if name == FULL else rows[0]
+        ratio = _number(row, "forward_backward_s") / _number(full, "forward_backward_s")
+        rows.append(
+            row | {"ratio_to_full": ratio, "step_ratio_to_full": _number(row, "step_s") / _number(full, "step_s")}
+        )
+    return rows
+
+
+def step_of(model_config: Mapping[str, Any], *, product: Product | None, full: bool) -> Step:
+    """Return a step with bf16 weights and AdamW. ``product``: how frozen linears multiply, None for ours."""
+    torch.manual_seed(0)
+    config = DecoderConfig.from_hf(model_config)
+    model = CausalLM(config, parallel=ModelParallelConfig(params_dtype=torch.bfloat16))
+    if not full:
+        apply_lora(model, LoraConfig(r=RANK, alpha=2 * RANK))
+    if product is not None:
+        _multiply_by(model, product)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)
+    ids = torch.randint(config.vocab_size, (1, SEQ_LENGTH), generator=torch.Generator().manual_seed(1))
+    advantage = torch.randn(1, SEQ_LENGTH - 1, generator=torch.Generator().manual_seed(2))
+
+    def step(index: int) -> dict[str, float]:
+        start = time.perf_counter()
+        loss = _policy_loss(model(ids), ids=ids, advantage=advantage)
+        loss.backward()
+        figures = {"loss": float(loss.detach()), "forward_backward_s": time.perf_counter() - start}
+        if index == 0:  # not a step that is timed
+            figures["grad_norm"] = float(
+                torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            )
+        optimizer.step()
+        optimizer.zero_grad()
+        return figures
+
+    return step
+
+
+def _policy_loss(logits: Tensor, *, ids: Tensor, advantage: Tensor) -> Tensor:
+    """Return PPO's clipped loss of logits [b, s, V]; the old policy is the present one, so its ratio begins at 1."""
+    log_probs = logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    ratio = (log_probs - log_probs.detach()).exp()
+    return -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage).mean()
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """Y = X W^T as a system without our fold has it.
+
+    Shapes: X [..., I], W [O, I], Y [..., O].
+    Forward: X and W^T by the given product.
+    Dgrad: dY and W by the given product.
+    Wgrad: none.
+    Dbias: none.
+    Collectives: none.
+    Saved: W.
+    Why: the comparison; everything else of the step is ours.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, weight: Tensor, product: Product) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.product = product
+        return product(input_, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (weight,) = ctx.saved_tensors
+        return ctx.product(grads[0], weight), None, None
+
+
+class _Column(ColumnParallelLinear):
+    """A base that LoraLinear takes with a product of its own."""
+
+    product: Product
+
+    def multiply(self, input_parallel: Tensor) -> Tensor:
+        return _FrozenProduct.apply(input_parallel, self.weight, self.product)
+
+    def forward(self, input_: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, Tensor | None]:
+        output = _FrozenProduct.apply(input_, self._chosen_weight(weight), self.product)
+        return self.leave_parallel(output)
+
+
+class _Row(RowParallelLinear):
+    """The same."""
+
+    product: Product
+
+    def multiply(self, input_parallel: Tensor) -> Tensor:
+        return _FrozenProduct.apply(input_parallel, self.weight, self.product)
+
+
+def _multiply_by(model: CausalLM, product: Product) -> None:
+    swaps: dict[type, type] = {ColumnParallelLinear: _Column, RowParallelLinear: _Row}
+    module: Any
+    for module in model.modules():
+        if type(module) in swaps:
+            module.__class__, module.product = swaps[type(module)], product
+
+
+def verdicts(rows: Mapping[str, Row]) -> list[Row]:
+    """Return the figures that have a target, beside it."""
+    figures = (("forward + backward over full fine-tuning's", "ratio_to_full", 0.75),
+               ("step over full fine-tuning's", "step_ratio_to_full", 0.60))  # fmt: skip
+    found: list[Row] = []
+    for figure, column, target in figures:
+        value = _number(rows[OURS], column)
+        row: Row = {"kind": "target", "way": OURS, "figure": figure, "value": value, "target": f"at most {target:g}"}
+        found.append(row | {"met": "yes" if value <= target else "no"})
+    return found
+
+
+def _number(row: Row, column: str) -> float:
+    value = row[column]
+    assert isinstance(value, float), f"{column} is {value}"
+    return value

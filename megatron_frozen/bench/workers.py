@@ -1,0 +1,109 @@
+"""Training steps of several ways, each in a process of its own, one step at a time in turn.
+
+A process of its own gives each way its own peak of memory and its own compiler; taking turns lets whatever else the
+machine does hit all of them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+import torch
+
+from megatron_frozen.bench.runner import peak_mib
+from megatron_frozen.errors import MegatronFrozenError
+
+Step = Callable[[int], Mapping[str, float]]
+"""From the step's number to figures of it, such as its loss."""
+Build = Callable[[], Step]
+"""Makes the way in its process; picklable."""
+_ANSWER_S = 900.0  # longer than any step or compilation here
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What the steps of one way came to."""
+
+    figures: list[Mapping[str, float]] = field(default_factory=list)
+    """What each step returned, with its time under ``seconds``."""
+    peak_mib: float = 0.0
+    """Highest resident size of the process while it stepped."""
+
+    def all(self, figure: str) -> list[float]:
+        """Return one figure of all steps."""
+        return [figures[figure] for figures in self.figures]
+
+    def median(self, figure: str, *, after: int) -> float:
+        """Return its median over the steps after the first ``after``, which warm up and compile."""
+        return statistics.median(self.all(figure)[after:])
+
+
+class _Worker:
+    def __init__(self, build: Build, *, threads: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._end, theirs = context.Pipe()
+        self._process: BaseProcess = context.Process(target=_serve, args=(theirs, build, threads), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def ask(self, question: int | None) -> Mapping[str, float]:
+        """Return the figures of the step of that number; for None, the peak in MiB as ``peak_mib``."""
+        self._end.send(question)
+        return self.answer()
+
+    def answer(self) -> Mapping[str, float]:
+        try:
+            answer = self._end.recv() if self._end.poll(_ANSWER_S) else f"no answer within {_ANSWER_S:.0f} s"
+        except EOFError:
+            answer = "its process ended"
+        if isinstance(answer, str):
+            raise MegatronFrozenError(f"a way of this benchmark failed, so there is nothing to compare: {answer}")
+        return answer
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def take_turns(ways: Mapping[str, Build], *, num_steps: int) -> dict[str, Run]:
+    """Run ``num_steps`` steps of each way, in turn, on as many threads as this process has.
+
+    Raises MegatronFrozenError with the traceback of a way that fails; all processes are ended then.
+    """
+    workers: dict[str, _Worker] = {}
+    runs = {name: Run() for name in ways}
+    try:
+        for name, build in ways.items():  # one after another: building takes memory and cores
+            workers[name] = _Worker(build, threads=torch.get_num_threads())
+            workers[name].answer()
+        for index in range(num_steps):
+            for name, worker in workers.items():
+                runs[name].figures.append(worker.ask(index))
+        for name, worker in workers.items():
+            runs[name].peak_mib = worker.ask(None)["peak_mib"]
+    finally:
+        for worker in workers.values():
+            worker.stop()
+    return runs
+
+
+def _serve(end: Connection, build: Build, threads: int) -> None:
+    try:
+        torch.set_num_threads(threads)
+        step = build()
+        with peak_mib() as peak:
+            end.send({})
+            while (index := end.recv()) is not None:
+                start = time.perf_counter()
+                figures = step(index)
+                end.send({**figures, "seconds": time.perf_counter() - start})
+        end.send({"peak_mib": peak()})
+    except BaseException:  # whatever it was, the parent waits for an answer
+        end.send(traceback.format_exc())
