@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_frozen import ColumnParallelLinear, ModelParallelConfig, RowParallelLinear, VocabParallelEmbedding
+from megatron_frozen.testing import rank_device
 
 HIDDEN, WIDE, VOCAB, SEQUENCE, BATCH = 16, 24, 24, 48, 4
 MICRO_BATCHES, STEPS = 3, 2
@@ -25,10 +26,14 @@ Calls = list[tuple[nn.Module, Tensor, Tensor]]
 
 @contextmanager
 def megatron_on_cpu() -> Iterator[None]:
-    """Set up megatron-core's groups. It asks CUDA for the device wherever it runs; nothing else needs replacing."""
+    """Set up megatron-core's groups. It asks CUDA for the device wherever it runs; nothing else needs replacing.
+
+    Where there are GPUs, nothing is replaced.
+    """
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")  # of Transformer Engine and apex being absent
-        patch.setattr(torch.cuda, "current_device", lambda: "cpu")
+        if rank_device().type == "cpu":
+            patch.setattr(torch.cuda, "current_device", lambda: "cpu")
         from megatron.core import parallel_state
 
         parallel_state.initialize_model_parallel()
@@ -40,7 +45,7 @@ def megatron_on_cpu() -> Iterator[None]:
 
 def whole_numbers(*shape: int, seed: int, limit: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-limit, limit + 1, shape, generator=generator).to(torch.bfloat16)
+    return torch.randint(-limit, limit + 1, shape, generator=generator).to(rank_device(), torch.bfloat16)
 
 
 def _fill(weight: Tensor) -> None:
@@ -81,7 +86,7 @@ class Tied(nn.Module):
 
     def random_input(self, seed: int) -> Tensor:
         # Each id a few times only: the embedding's own gradient, which DDP adds, is summed in bf16.
-        return torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed)).view(VOCAB, 1)
+        return torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed)).view(VOCAB, 1).to(rank_device())
 
 
 def _watch(model: nn.Module) -> Calls:
@@ -99,7 +104,7 @@ def _watch(model: nn.Module) -> Calls:
 
 def _exact(model: nn.Module, calls: Calls) -> dict[str, Tensor]:
     """The weight gradients of the recorded calls, in fp64."""
-    totals = {name: torch.zeros(parameter.shape, dtype=torch.float64) for name, parameter in model.named_parameters()}
+    totals = {name: torch.zeros_like(parameter, dtype=torch.float64) for name, parameter in model.named_parameters()}
     for module, input_, grad in calls:
         rows = grad.double().reshape(-1, grad.shape[-1])
         if isinstance(model, Tied):
@@ -135,7 +140,7 @@ def add_256_and_1(rank: int, world_size: int, way: str) -> tuple[list[float], li
         wrapped = _wrap(model, overlap=False)
         wrapped.zero_grad_buffer()
         for number in (256.0, 1.0) if way == "micro-batches" else (256.0 ** (1 - rank),):
-            output, _ = wrapped(torch.ones(1, 1, 1, dtype=torch.bfloat16))
+            output, _ = wrapped(torch.ones(1, 1, 1, dtype=torch.bfloat16, device=rank_device()))
             output.backward(torch.full_like(output, number))
             assert all(parameter.grad is None for parameter in model.parameters())
         wrapped.finish_grad_sync()
@@ -159,7 +164,7 @@ def main_grads(rank: int, world_size: int, backend: str | None) -> list[Tensor]:
         wrapped.finish_grad_sync()
         flags = [parameter.grad_added_to_main_grad for parameter in model.parameters()]  # pyright: ignore[reportAttributeAccessIssue]
         assert all(flags)
-        return [parameter.main_grad for parameter in model.parameters()]  # pyright: ignore[reportAttributeAccessIssue]
+        return [parameter.main_grad.cpu() for parameter in model.parameters()]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def train(rank: int, world_size: int, kind: type[nn.Module], options: dict[str, bool]) -> dict[str, float]:

@@ -16,7 +16,7 @@ IN, OUT = 7, 5
 
 
 def layer(kind: type, *, fusion: bool = True, dtype: torch.dtype = torch.bfloat16) -> Any:
-    config = ModelParallelConfig(gradient_accumulation_fusion=fusion, params_dtype=dtype)
+    config = ModelParallelConfig(gradient_accumulation_fusion=fusion, params_dtype=dtype, use_cpu_initialization=True)
     options: dict[str, Any] = {"input_is_parallel": True, "skip_bias_add": False} if kind is RowParallelLinear else {}
     return kind(IN, OUT, config=config, init_method=torch.nn.init.normal_, bias=False, **options)
 

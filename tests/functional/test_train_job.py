@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -24,6 +25,9 @@ from megatron_frozen.train.config import TrainConfig
 from megatron_frozen.train.schema import to_plain
 from tests.unit.train_job_toy import run_config, toy_config
 
+pytestmark = pytest.mark.skipif(
+    torch.cuda.device_count() == 1, reason="torchrun starts two ranks here, which need two GPUs, and there is one"
+)
 _LIMIT_S = 120
 _ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 _PROGRAM = [sys.executable, "-m", "megatron_frozen"]

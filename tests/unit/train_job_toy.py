@@ -36,7 +36,9 @@ ANSWERS = ["Hi", "I am fine. yes", "yes", "fox user system", "no", "Hi there, ho
 def toy_model(folder: Path, **sizes: Any) -> Path:
     """A Hugging Face folder with a seeded model whose weights are large enough for every part to matter."""
     torch.manual_seed(7)
-    model = CausalLM(DecoderConfig.from_hf({**SIZES, **sizes}), parallel=ModelParallelConfig())
+    model = CausalLM(
+        DecoderConfig.from_hf({**SIZES, **sizes}), parallel=ModelParallelConfig(use_cpu_initialization=True)
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.1)
