@@ -9,6 +9,11 @@ from megatron_frozen.integrations.megatron_core import upstream
 from megatron_frozen.integrations.megatron_core.head import frozen_gpt_model_class
 from megatron_frozen.integrations.megatron_core.head import use_frozen_head as use_frozen_head
 from megatron_frozen.integrations.megatron_core.layers import frozen_class
+from megatron_frozen.integrations.megatron_core.patching import PatchReport as PatchReport
+from megatron_frozen.integrations.megatron_core.patching import is_patched as is_patched
+from megatron_frozen.integrations.megatron_core.patching import patch as patch
+from megatron_frozen.integrations.megatron_core.patching import patched as patched
+from megatron_frozen.integrations.megatron_core.patching import unpatch as unpatch
 from megatron_frozen.integrations.megatron_core.specs import frozen_layer_spec as frozen_layer_spec
 from megatron_frozen.integrations.megatron_core.specs import frozen_spec_provider_class
 
