@@ -18,6 +18,17 @@ from megatron_frozen.layers.parts import (
     new_bias,
     new_weight,
 )
+from megatron_frozen.layers.split_parameters import (
+    ParametersSplit,
+    add_parts,
+    biases_of,
+    described_parts,
+    in_order_of_parts,
+    joined_bias,
+    multiply_parts,
+    part_sizes,
+    repack_parts_,
+)
 from megatron_frozen.main_grad import name_parameters
 from megatron_frozen.params import KeepsMarks, set_tensor_model_parallel_attributes
 from megatron_frozen.params.shards import InitMethod
@@ -39,9 +50,12 @@ class ColumnParallelLinear(KeepsMarks):
     (``explicit_expert_comm``) communicates nothing itself.
 
     Arguments, attributes and returns are those of ``megatron.core.tensor_parallel.ColumnParallelLinear``. The full
-    weight is the same at any number of ranks that enter with one CPU random state.
+    weight is the same at any number of ranks that enter with one CPU random state. ``parameters_split``, ours, keeps
+    the weight and the bias as named parts, as ``Linear`` does; ``weight`` and ``bias`` are None then, a rank's output
+    is its slice of each part in order, and a gathered one has the parts in order.
 
-    Raises ConfigError where output_size does not divide by the ranks, LayoutError for a weight of another shape.
+    Raises ConfigError where output_size or a part does not divide by the ranks and for options that exclude each
+    other, LayoutError for a weight of another shape.
     """
 
     weight: torch.nn.Parameter | None
@@ -69,6 +83,7 @@ class ColumnParallelLinear(KeepsMarks):
         name: str | None = None,
         output_dtype: torch.dtype | None = None,
         pg_collection: Any = None,
+        parameters_split: ParametersSplit = None,
     ) -> None:
         """Create the layer; tp_comm_buffer_name is taken and not used, name is what messages call the weight by."""
         super().__init__()
@@ -88,25 +103,56 @@ class ColumnParallelLinear(KeepsMarks):
             warnings.warn("sequence_parallel is on with one tensor-parallel rank; it is turned off", stacklevel=2)
         self.allreduce_dgrad = world_size > 1 and not self.sequence_parallel and not disable_grad_reduce
         self.weight, self.bias = None, None
-        if not skip_weight_param_allocation:
-            self.weight, master = new_weight(
-                (self.output_size_per_partition, input_size),
-                full_shape=(output_size, input_size),
-                partition_dim=0,
-                config=config,
-                init_method=init_method,
-                group=self.tp_group,
-                stride=stride,
-            )
-            self.master_weight = master if keep_master_weight_for_test else None
-        if bias:
-            self.bias = new_bias(self.output_size_per_partition, config=config)
-            set_tensor_model_parallel_attributes(self.bias, is_parallel=True, dim=0, stride=stride)
+        self._add_parameters(
+            parameters_split,
+            bias=bias,
+            init_method=init_method,
+            stride=stride,
+            keeps_master=keep_master_weight_for_test,
+            allocates=not skip_weight_param_allocation,
+        )
         for param in self.parameters():
             param.allreduce = not (is_expert and self.expert_parallel)  # pyright: ignore[reportAttributeAccessIssue]
         if name is not None:
             name_parameters(self, prefix=name)
         self.register_load_state_dict_pre_hook(drop_extra_state)
+
+    def _add_parameters(
+        self,
+        parameters_split: ParametersSplit,
+        *,
+        bias: bool,
+        init_method: InitMethod,
+        stride: int,
+        keeps_master: bool,
+        allocates: bool,
+    ) -> None:
+        if parameters_split is not None:
+            if stride != 1 or keeps_master or not allocates or self.embedding_activation_buffer is not None:
+                raise ConfigError(
+                    "parameters_split is given beside a stride, keep_master_weight_for_test, "
+                    "skip_weight_param_allocation or embedding_activation_buffer, which are about one whole weight; "
+                    "leave those at their defaults"
+                )
+            sizes = part_sizes(parameters_split, out_features=self.output_size)
+            add_parts(self, sizes, in_features=self.input_size, bias=bias, cut_dim=0, init_method=init_method)
+            return
+        self.weight_names, self.bias_names = ["weight"], ["bias"]
+        self.parameter_split_sizes = [self.output_size_per_partition]
+        if allocates:
+            self.weight, master = new_weight(
+                (self.output_size_per_partition, self.input_size),
+                full_shape=(self.output_size, self.input_size),
+                partition_dim=0,
+                config=self.config,
+                init_method=init_method,
+                group=self.tp_group,
+                stride=stride,
+            )
+            self.master_weight = master if keeps_master else None
+        if bias:
+            self.bias = new_bias(self.output_size_per_partition, config=self.config)
+            set_tensor_model_parallel_attributes(self.bias, is_parallel=True, dim=0, stride=stride)
 
     def forward(
         self,
@@ -115,6 +161,15 @@ class ColumnParallelLinear(KeepsMarks):
         runtime_gather_output: bool | None = None,  # noqa: FBT001 - Megatron's signature
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return ``(output, bias)``; ``weight`` takes the place of the layer's own, which a tied head does not have."""
+        communicates = not self.explicit_expert_comm
+        options: dict[str, Any] = {
+            "output_dtype": self.output_dtype,
+            "allreduce_dgrad": self.allreduce_dgrad and communicates,
+            "sequence_parallel": self.sequence_parallel and communicates,
+        }
+        if self._is_split(weight):
+            output_parallel = multiply_parts(self, input_, with_bias=not self.skip_bias_add, **options)
+            return self._leave(output_parallel, runtime_gather_output)
         weight = self._chosen_weight(weight)
         inputs = self.embedding_activation_buffer
         # Only the head gets a buffer, and a frozen one has nothing to put off.
@@ -125,12 +180,10 @@ class ColumnParallelLinear(KeepsMarks):
             weight,
             None if self.skip_bias_add else self.bias,
             config=self.config,
-            output_dtype=self.output_dtype,
-            allreduce_dgrad=self.allreduce_dgrad and not self.explicit_expert_comm,
-            sequence_parallel=self.sequence_parallel and not self.explicit_expert_comm,
             grad_output_buffer=self.grad_output_buffer if defers else None,
             wgrad_deferral_limit=limit,
             tp_group=self.tp_group,
+            **options,
         )
         if inputs is not None and defers and (not limit or len(inputs) < limit):
             inputs.append(input_)
@@ -147,23 +200,24 @@ class ColumnParallelLinear(KeepsMarks):
 
     def multiply(self, input_parallel: torch.Tensor) -> torch.Tensor:
         """Return X W^T [s, b, output_size / ranks]: no bias, no communication in either direction."""
-        weight = self._chosen_weight(None)
+        options: dict[str, Any] = {
+            "output_dtype": self.output_dtype,
+            "allreduce_dgrad": False,
+            "sequence_parallel": False,
+        }
+        if self._is_split(None):
+            return multiply_parts(self, input_parallel, with_bias=False, **options)
         return frozen_or_trainable_linear(
-            input_parallel,
-            weight,
-            None,
-            config=self.config,
-            output_dtype=self.output_dtype,
-            allreduce_dgrad=False,
-            sequence_parallel=False,
+            input_parallel, self._chosen_weight(None), None, config=self.config, **options
         )
 
     def leave_parallel(
         self, output_parallel: torch.Tensor, *, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Add the bias, gather if asked, and return ``(output, bias)`` as forward does."""
-        if self.bias is not None and not self.skip_bias_add:
-            output_parallel = output_parallel + self.bias.to(output_parallel.dtype)  # as F.linear under autocast
+        bias = None if self.skip_bias_add else joined_bias(self)
+        if bias is not None:
+            output_parallel = output_parallel + bias.to(output_parallel.dtype)  # as F.linear under autocast
         return self._leave(output_parallel, runtime_gather_output)
 
     def _leave(
@@ -173,8 +227,18 @@ class ColumnParallelLinear(KeepsMarks):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         gather = self.gather_output if gather is None else gather
         if gather and self.tp_group is not None:
-            output_parallel = gather_from_tensor_model_parallel_region(output_parallel, self.tp_group)
-        return output_parallel, self.bias if self.skip_bias_add else None
+            gathered = gather_from_tensor_model_parallel_region(output_parallel, self.tp_group)
+            output_parallel = in_order_of_parts(gathered, self)
+        return output_parallel, joined_bias(self) if self.skip_bias_add else None
+
+    def _is_split(self, given: torch.Tensor | None) -> bool:
+        is_split = self.weight_names != ["weight"]
+        if is_split and given is not None:
+            raise ConfigError(
+                "this ColumnParallelLinear was built with parameters_split and got a weight in forward; "
+                "build it without a split to give it one"
+            )
+        return is_split
 
     def _chosen_weight(self, given: torch.Tensor | None) -> torch.Tensor:
         weight = self.weight if given is None else given
@@ -191,12 +255,16 @@ class ColumnParallelLinear(KeepsMarks):
             )
         return weight
 
+    def repack_(self) -> bool:
+        """Make the parts adjoin in memory again, in place; return whether they do. See ``storage.repack_``."""
+        return self.weight is not None or repack_parts_(self)
+
     def backward_dw(self) -> None:
         """Do nothing: weight gradients are computed in backward. Megatron's schedules call it."""
 
     def extra_repr(self) -> str:
         """Return the sizes for ``repr``."""
         return (
-            f"in_features={self.input_size}, out_features={self.output_size}, bias={self.bias is not None}, "
-            f"TP={group_size(self.tp_group)}"
+            f"in_features={self.input_size}, out_features={self.output_size}, bias={bool(biases_of(self))}, "
+            f"TP={group_size(self.tp_group)}{described_parts(self)}"
         )

@@ -15,13 +15,14 @@ MAX_PARAMETERS = 8
 MAX_POSITIONAL = 2  # that are no tensors: "what, from where" reads well without names, a third one does not;
 MAX_PRIVATE_POSITIONAL = 3  # its few callers stand in the same file
 
-# Their argument lists are Megatron's, or torch's protocol for autograd classes and modules.
+# Their argument lists are Megatron's or Transformer Engine's, or torch's protocol for autograd classes and modules.
 FOREIGN_SIGNATURES = {
-    "ColumnParallelLinear.__init__", "RowParallelLinear.__init__", "VocabParallelEmbedding.__init__",
-    "ColumnSteps.__init__", "RowSteps.__init__", "_Steps.sharded_state_dict",
+    "ColumnParallelLinear.__init__", "LayerNormLinear.__init__", "Linear.__init__", "RowParallelLinear.__init__",
+    "VocabParallelEmbedding.__init__",
+    "ColumnSteps.__init__", "RowSteps.__init__", "Steps.sharded_state_dict",
     "linear_with_frozen_weight", "linear_with_grad_accumulation_and_async_allreduce",
-    "linear_with_split_parameters", "drop_extra_state", "initialize_model_parallel", "set_tensor_model_parallel_attributes",
-    "vocab_parallel_cross_entropy",
+    "linear_with_split_parameters", "drop_extra_state", "initialize_model_parallel",
+    "set_tensor_model_parallel_attributes", "vocab_parallel_cross_entropy",
 }  # fmt: skip
 _TORCH_PROTOCOL = {"__torch_dispatch__", "forward", "backward", "setup_context", "jvp", "vmap"}
 
