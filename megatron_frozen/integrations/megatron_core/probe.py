@@ -25,8 +25,10 @@ def probe_frozen(function: Any, *, num_extras: int) -> FrozenFacts:
     function: the autograd class; num_extras: how many those are. No collectives; random state stays untouched.
     """
     with torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        input_, grad = (torch.ones(3, 4, size).transpose(0, 1) for size in (2, 5))
-        input_, weight, bias = input_.requires_grad_(), torch.ones(5, 2), torch.zeros(5, requires_grad=True)
+        input_, grad = (torch.ones(3, 4, size, device="cpu").transpose(0, 1) for size in (2, 5))
+        weight, bias = torch.ones(5, 2, device="cpu"), torch.zeros(5, device="cpu")
+        input_.requires_grad_()
+        bias.requires_grad_()
         with Recorder() as forward:
             allreduce_dgrad, tp_group = False, None
             output = function.apply(input_, weight, bias, allreduce_dgrad, tp_group, *[None] * num_extras)
