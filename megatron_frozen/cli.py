@@ -20,6 +20,7 @@ from megatron_frozen.diagnostics.facts import aligned, facts_table, installed_ve
 from megatron_frozen.environment import launched_rank
 from megatron_frozen.errors import ConfigError, MegatronFrozenError
 from megatron_frozen.gemm import select
+from megatron_frozen.integrations.megatron_core.launching import run_script
 from megatron_frozen.train.commands import answer_prompt, merge_folder
 from megatron_frozen.train.config import load_config
 from megatron_frozen.train.job import train
@@ -31,7 +32,7 @@ _FIRST_RANK_SPEAKS_S = 10.0  # how long another rank leaves it to the first one 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. What goes wrong is one sentence on stderr, said by one rank."""
-    arguments = _parser().parse_args(argv)
+    arguments = _arguments(list(sys.argv[1:] if argv is None else argv))
     try:
         arguments.run(arguments)
     except KeyboardInterrupt:  # on every rank at once, so none has to wait for another
@@ -83,6 +84,13 @@ def _rank_and_world_size() -> tuple[int, int]:
         return launched_rank()[:2]
     except ConfigError:
         return 0, 1
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the command and its options. What follows `run` is a script's, and looked at by nobody else."""
+    if argv[:1] == ["run"] and not {"-h", "--help"} & set(argv[1:2]):
+        return argparse.Namespace(run=lambda _: run_script(argv[1:]))
+    return _parser().parse_args(argv)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -137,8 +145,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--device", choices=("cpu", "cuda"), help="cuda for gpu-check, else cpu (default)")
     command.add_argument("--repeats", type=_positive, default=15, metavar="N", help="samples of each way (default 15)")
+    command.add_argument("--only", default="", metavar="TEXT", help="of linear, the cases with this in their names")
     command.add_argument("--small", action="store_true", help="tiny sizes, to try it: its times mean nothing")
     command.set_defaults(run=run_bench)
+
+    usage = "megatron-frozen run SCRIPT [ARGUMENT ...] | -m MODULE [ARGUMENT ...]"
+    text = "MEGATRON_FROZEN_PATCH=0 in the environment leaves the patch out."
+    commands.add_parser("run", help="run a script with megatron-core patched", usage=usage, description=text)
 
     command = commands.add_parser("env", help="what this installation runs on")
     command.set_defaults(run=lambda _: print(facts_table(), _backends_table(), sep="\n\n"))

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_frozen.bench import gpu_check, wgrad
+from megatron_frozen.bench import gpu_check, linear, lora_step, rl_step, wgrad
 from megatron_frozen.bench.runner import BenchConfig
 
 BENCHES: dict[str, tuple[Callable[[BenchConfig], None], str]] = {
     "wgrad": (wgrad.run, "cpu"),
+    "linear": (linear.run, "cpu"),
+    "lora-step": (lora_step.run, "cpu"),
+    "rl-step": (rl_step.run, "cpu"),
     "gpu-check": (gpu_check.run, "cuda"),
 }
 """name: (what runs it, its device unless another is asked for)."""
@@ -18,4 +21,5 @@ BENCHES: dict[str, tuple[Callable[[BenchConfig], None], str]] = {
 def run_bench(given: Any) -> None:
     """Run the benchmark that the command line ``given`` names."""
     run, device = BENCHES[given.name]
-    run(BenchConfig(output=given.output, device=given.device or device, repeats=given.repeats, small=given.small))
+    device = given.device or device
+    run(BenchConfig(output=given.output, device=device, repeats=given.repeats, small=given.small, only=given.only))

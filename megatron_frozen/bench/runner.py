@@ -7,6 +7,8 @@ import ctypes
 import datetime
 import gc
 import math
+import os
+import platform
 import re
 import statistics
 import time
@@ -25,6 +27,7 @@ Row = dict[str, object]
 _SAMPLE_S = 2e-3  # one sample of a short call is a loop of about this length
 _MAX_CALLS = 50
 _MIB = 2**20
+_RESET = Path("/proc/self/clear_refs")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +42,8 @@ class BenchConfig:
     """Samples of each way; the median counts."""
     small: bool = False
     """Tiny sizes: the same code in seconds, its times mean nothing."""
+    only: str = ""
+    """Measure only the cases whose names contain this text, where a benchmark has cases."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""
@@ -65,6 +70,11 @@ def medians_ms(ways: Mapping[str, Callable[[], object]], *, config: BenchConfig)
         for name, way in ways.items():
             samples[name].append(clock(way, calls=calls[name]))
     return {name: statistics.median(times) * 1e3 for name, times in samples.items()}
+
+
+def once_ms(way: Callable[[], object], *, config: BenchConfig) -> float:
+    """Return the time of one call with none before it: for a way so slow that neither would change its figure."""
+    return (_cuda_s if config.device == "cuda" else _cpu_s)(way, calls=1) * 1e3
 
 
 def _cpu_s(way: Callable[[], object], *, calls: int) -> float:
@@ -99,15 +109,27 @@ def extra_mib(way: Callable[[], object], *, device: str) -> float:
         way()
         torch.cuda.synchronize()
         return (torch.cuda.max_memory_allocated() - before) / _MIB
-    reset = Path("/proc/self/clear_refs")
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is None or not reset.exists():
-        return math.nan
-    trim(0)
-    reset.write_text("5")  # the highest size starts again from the present one (Linux, proc_pid_clear_refs(5))
-    before = _status_kib("VmRSS")
-    way()
-    return (_status_kib("VmHWM") - before) / 1024
+    with peak_mib() as peak:
+        before = _status_kib("VmRSS") / 1024 if _tells_peaks() else math.nan
+        way()
+    return peak() - before
+
+
+@contextmanager
+def peak_mib() -> Iterator[Callable[[], float]]:
+    """Yield a function that returns the highest resident size of this process since the body began, in MiB.
+
+    Free pages go back to the system first. NaN where the system does not tell."""
+    if not _tells_peaks():
+        yield lambda: math.nan
+        return
+    ctypes.CDLL(None).malloc_trim(0)
+    _RESET.write_text("5")  # the highest size starts again from the present one (Linux, proc_pid_clear_refs(5))
+    yield lambda: _status_kib("VmHWM") / 1024
+
+
+def _tells_peaks() -> bool:
+    return hasattr(ctypes.CDLL(None), "malloc_trim") and _RESET.exists()
 
 
 def _status_kib(field: str) -> int:
@@ -133,7 +155,10 @@ def stamp(device: str) -> Row:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "cpu": cpu_name(),
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
         "torch": torch.__version__,
+        "megatron_frozen": installed_version("megatron-frozen"),
         "transformer_engine": installed_version("transformer-engine"),
         "threads": torch.get_num_threads(),
     }

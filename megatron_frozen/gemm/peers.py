@@ -23,6 +23,27 @@ def flattened(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return torch.mm(left.reshape(-1, left.shape[-1]), right).view(*left.shape[:-1], right.shape[-1])
 
 
+def bare_gradients(
+    grad_TO: torch.Tensor, weight_OI: torch.Tensor, input_TI: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return dX and dW as plain products of matrices: the floor."""
+    return torch.mm(grad_TO, weight_OI), torch.mm(grad_TO.t(), input_TI)
+
+
+def flattened_gradients(
+    grad_output: torch.Tensor, weight_OI: torch.Tensor, input_: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return dX and dW of [..., O] and [..., I] by ``reshape(-1, ...)``, once for both products."""
+    grad_TO, input_TI = grad_output.reshape(-1, grad_output.shape[-1]), input_.reshape(-1, input_.shape[-1])
+    return torch.mm(grad_TO, weight_OI).view(input_.shape), torch.mm(grad_TO.t(), input_TI)
+
+
+def linear_step(input_: torch.Tensor, weight_OI: torch.Tensor, grad_output: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of what requires them after torch's own linear, forward and backward."""
+    needed = [tensor for tensor in (input_, weight_OI) if tensor.requires_grad]
+    return torch.autograd.grad(torch.nn.functional.linear(input_, weight_OI), needed, grad_output)
+
+
 def wgrad_and_add(main_grad_OI: torch.Tensor, grad_output_TO: torch.Tensor, input_TI: torch.Tensor) -> None:
     """Add dY^T X to a wider ``main_grad`` by a product rounded to the operands' dtype and a second pass."""
     main_grad_OI.add_(torch.mm(grad_output_TO.t(), input_TI))

@@ -18,6 +18,7 @@ from megatron_frozen.bench.runner import (
     extra_mib,
     medians_ms,
     num_threads,
+    once_ms,
     stamp,
     text_table,
     write_csv,
@@ -51,6 +52,12 @@ def test_short_calls_are_timed_in_a_loop(tmp_path: Path) -> None:
     assert calls == 2 + 2 * 50
 
 
+def test_a_slow_way_is_called_once(tmp_path: Path) -> None:
+    calls: list[int] = []
+    assert once_ms(lambda: calls.append(1), config=BenchConfig(output=tmp_path)) > 0
+    assert calls == [1]
+
+
 def test_memory_of_one_call() -> None:
     """Only what lives at once counts, and what was there before does not.
 
@@ -76,7 +83,8 @@ def test_threads_are_given_back() -> None:
 
 def test_the_stamp_names_machine_and_versions_but_no_place() -> None:
     mark = stamp("cpu")
-    assert set(mark) == {"date", "cpu", "device", "torch", "transformer_engine", "threads"}
+    versions = {"python", "torch", "megatron_frozen", "transformer_engine"}
+    assert set(mark) == {"date", "cpu", "cores", "device", "threads"} | versions
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", str(mark["date"]))
     assert mark["torch"] == torch.__version__
     assert not re.search(r"/(home|root|work|tmp|usr)/", str(mark))

@@ -1,0 +1,111 @@
+"""The tensors that `bench linear` multiplies: leading dims, sizes, and how they lie in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatron_frozen.bench.dispatch_sweep import LAYOUTS
+
+Layout = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One shape in one layout."""
+
+    name: str
+    """What the CSV and ``--only`` call it."""
+    lead: tuple[int, ...]
+    """Leading dims: [sequence, batch] or more."""
+    out_features: int
+    """Last dim of dY."""
+    in_features: int
+    """Last dim of X."""
+    layout: Layout
+    """From a contiguous tensor to one of its shape and values that lies otherwise."""
+    stands_for: str = ""
+    """The shape it is scaled down from."""
+    folds: bool = True
+    """Whether some order of its leading dims collapses, so that forward and dgrad need no copy."""
+    in_order: bool = True
+    """Whether its rows lie in the order of a contiguous X, so that the weight gradient needs no copy."""
+    repeats: int = 1
+    """How often each row stands in it."""
+
+
+def _rank_4(dense: torch.Tensor) -> torch.Tensor:
+    """A [D1, D2, D0, H] tensor seen as [D0, D1, D2, H]."""
+    return dense.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
+
+
+def _slice_of_dim_1(dense: torch.Tensor) -> torch.Tensor:
+    """The first half of dim 1 of a tensor twice as wide: the inner dims collapse, the outer one does not."""
+    return torch.cat((dense, dense), 1)[:, : dense.shape[1]]
+
+
+_ORDER: dict[str, dict[str, bool]] = {
+    "contiguous": {},
+    "hidden slowest": {},
+    "strided hidden": {"folds": False},
+    "transposed leading": {"in_order": False},
+    "expanded middle": {"in_order": False},
+}
+
+
+def _swept(layout: str, *, lead: tuple[int, int], sizes: tuple[int, int], stands_for: str = "") -> Case:
+    shape = "x".join(map(str, (*lead, sizes[0])))
+    return Case(
+        name=f"{layout} {shape}",
+        lead=lead,
+        out_features=sizes[0],
+        in_features=sizes[1],
+        layout=LAYOUTS[layout],
+        stands_for=stands_for,
+        repeats=lead[1] if layout == "expanded middle" else 1,
+        **_ORDER[layout],
+    )
+
+
+def cases(*, small: bool) -> list[Case]:
+    """Return the 11 of the dispatch sweep, the logits, rank 4, the slice and the negative control.
+
+    Sequences and widths of the sweep are halved, as the old way takes 21 s a call at the full ones. ``small``: the
+    same layouts at sizes that only try the code.
+    """
+    s, h = (24, 64) if small else (192, 2048)
+    logits, width = (512, 48) if small else (32000, 896)
+    tokens = 32 if small else 256
+    found = [_swept(layout, lead=(s, 8), sizes=(h, h), stands_for="384x8x4096, 4096 in") for layout in LAYOUTS]
+    for lead, out, stands_for in (
+        ((s, 16), h, "384x16x4096, 4096 in"),
+        ((2 * s, 8), h, "768x8x4096, 4096 in"),
+        ((s, 8), 2 * h, "384x8x8192, 4096 in"),
+    ):
+        found += [
+            _swept(layout, lead=lead, sizes=(out, h), stands_for=stands_for)
+            for layout in ("transposed leading", "expanded middle")
+        ]
+    for layout in ("contiguous", "transposed leading"):
+        case = _swept(layout, lead=(tokens, 1), sizes=(logits, width))
+        found.append(replace(case, name=f"logits, {layout}", in_order=True))  # one batch row: no order to change
+    found.append(
+        Case(
+            name="rank 4, permuted", lead=(s // 4, 4, 8), out_features=h, in_features=h, layout=_rank_4, in_order=False
+        )
+    )
+    found.append(
+        Case(
+            name="rank 4, slice of dim 1",
+            lead=(s // 4, 4, 8),
+            out_features=h,
+            in_features=h,
+            layout=_slice_of_dim_1,
+            folds=False,
+        )
+    )
+    control = _swept("contiguous", lead=(4 * tokens, 1), sizes=(5 * h // 4, h), stands_for="4096x1x10240, 8192 in")
+    found.append(replace(control, name="control, Llama-70B's QKV"))
+    return found
