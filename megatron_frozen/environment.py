@@ -9,15 +9,14 @@ from megatron_frozen.errors import ConfigError
 LINEAR_DGRAD_FP32 = "MEGATRON_TRUE_ON_POLICY_LINEAR_DGRAD_FP32"
 DGRAD_ALLREDUCE_FP32 = "MEGATRON_TRUE_ON_POLICY_DGRAD_ALLREDUCE_FP32"
 GEMM_BACKEND = "MEGATRON_FROZEN_GEMM"
+PATCH = "MEGATRON_FROZEN_PATCH"
 
 
-def switch(name: str) -> bool:
-    """Return whether the variable ``name`` is 1; unset, empty and 0 are off, anything else is a ConfigError."""
-    value = os.environ.get(name)
-    if value is None or value in ("", "0"):
-        return False
-    if value == "1":
-        return True
+def switch(name: str, *, default: bool = False) -> bool:
+    """Return whether the variable ``name`` is 1, not 0; ``default`` where it is unset or empty, else ConfigError."""
+    value = os.environ.get(name) or ""
+    if value in ("", "0", "1"):
+        return value == "1" if value else default
     raise ConfigError(f"environment variable {name} is '{value}'; it takes 0 or 1, so set one of these or unset it")
 
 

@@ -13,9 +13,11 @@ from megatron_frozen.errors import ConfigError
 def test_switch_takes_0_and_1_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEGATRON_SWITCH", raising=False)
     assert environment.switch("MEGATRON_SWITCH") is False
+    assert environment.switch("MEGATRON_SWITCH", default=True) is True
     for value, expected in (("", False), ("0", False), ("1", True)):
         monkeypatch.setenv("MEGATRON_SWITCH", value)
         assert environment.switch("MEGATRON_SWITCH") is expected
+        assert environment.switch("MEGATRON_SWITCH", default=True) is (value != "0")
     for value in ("true", "2", " 1", "on"):
         monkeypatch.setenv("MEGATRON_SWITCH", value)
         with pytest.raises(ConfigError, match=f"environment variable MEGATRON_SWITCH is '{value}'; it takes 0 or 1"):
