@@ -5,6 +5,7 @@ Shape suffixes: T = tokens, I = in features (of this rank), O = out features (of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,8 +58,8 @@ class FrozenLinearWithAdapter(torch.autograd.Function):
             grad_TI = gemm.dgrad(grad_TO, weight)
             gemm.add_product_(grad_TI, grad_h_TR, A.to(grad_TI.dtype))
             grad_input = fold.unfold(grad_TI)
-        grad_A = None if input_ is None else _wgrad(fold.unfold(grad_h_TR), input_, factor=A)
-        grad_B = None if h is None else _wgrad(fold.unfold(grad_TO), h, factor=B)
+        grad_A = None if input_ is None else factor_gradient(fold.unfold(grad_h_TR), input_, factors=[A])
+        grad_B = None if h is None else factor_gradient(fold.unfold(grad_TO), h, factors=[B])
         return grad_input, None, grad_A, grad_B, None
 
 
@@ -104,8 +105,8 @@ class AddLowRank(torch.autograd.Function):
         grad_input = None
         if ctx.needs_input_grad[1]:
             grad_input = fold.unfold(gemm.dgrad(grad_h_TR, A.to(ctx.dtype)).to(ctx.input_dtype))
-        grad_A = None if input_ is None else _wgrad(fold.unfold(grad_h_TR), input_.to(ctx.dtype), factor=A)
-        grad_B = None if h is None else _wgrad(fold.unfold(grad_TO), h, factor=B)
+        grad_A = None if input_ is None else factor_gradient(fold.unfold(grad_h_TR), input_.to(ctx.dtype), factors=[A])
+        grad_B = None if h is None else factor_gradient(fold.unfold(grad_TO), h, factors=[B])
         return grad_output, grad_input, grad_A, grad_B, None
 
 
@@ -113,8 +114,11 @@ def _same_rows(first: Fold, second: Fold) -> bool:
     return (first.order, first.num_rows) == (second.order, second.num_rows)
 
 
-def _wgrad(grad: torch.Tensor, operand: torch.Tensor, *, factor: torch.Tensor) -> torch.Tensor:
-    dtype = kept_grad_dtype(factor)
+def factor_gradient(grad: torch.Tensor, operand: torch.Tensor, *, factors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return grad^T operand of [..., M] and [..., N] as [M, N], in the widest dtype of the gradients of ``factors``."""
+    dtype = kept_grad_dtype(factors[0])
+    for factor in factors[1:]:
+        dtype = torch.promote_types(dtype, kept_grad_dtype(factor))
     # In a compiled graph a wider product upcasts its operands, X among them; there it is rounded to their dtype.
     product_dtype = None if torch.compiler.is_compiling() else torch.promote_types(operand.dtype, dtype)
     return gemm.wgrad(*fold_pair(grad, operand), dtype=product_dtype).to(dtype)

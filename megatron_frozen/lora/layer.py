@@ -21,6 +21,7 @@ from megatron_frozen.autograd import AddLowRank, FrozenLinearWithAdapter
 from megatron_frozen.comm import Group
 from megatron_frozen.errors import ConfigError
 from megatron_frozen.layers import ColumnParallelLinear, RowParallelLinear
+from megatron_frozen.layers.joint_columns import ColumnPart
 from megatron_frozen.layers.parts import dgrad_in_fp32
 from megatron_frozen.lora.config import LoraConfig
 from megatron_frozen.params import (
@@ -170,9 +171,27 @@ class LoraLinear(nn.Module):
         input_parallel = self.base_layer.enter_parallel(input_)
         return self.base_layer.leave_parallel(self._multiply(input_parallel, self.adapters[name], name=name), **options)
 
+    def column_part(self) -> ColumnPart | None:
+        """Return what this layer multiplies, for a product that it shares with others; None if it does more than that.
+
+        See ``layers.joint_columns``, which looks at the base; dropout and a subclass's own forward are ours to say.
+        """
+        name = self.active_adapter
+        if not isinstance(self.base_layer, ColumnParallelLinear) or type(self).forward is not LoraLinear.forward:
+            return None
+        if name is None:
+            return ColumnPart(self.base_layer)
+        config = self.adapters[name]
+        if self._drops(config) or type(self)._multiply is not LoraLinear._multiply:
+            return None
+        return ColumnPart(self.base_layer, self.lora_A[name], self.lora_B[name], config.scale)
+
+    def _drops(self, config: LoraConfig) -> bool:
+        return self.training and config.dropout > 0
+
     def _multiply(self, input_parallel: torch.Tensor, config: LoraConfig, *, name: str) -> torch.Tensor:
         factors = self.lora_A[name], self.lora_B[name]
-        drops = self.training and config.dropout > 0
+        drops = self._drops(config)
         if not drops and self._takes_the_plain_product(input_parallel):
             return FrozenLinearWithAdapter.apply(input_parallel, self.weight, *factors, config.scale)
         output_parallel, scale = self.base_layer.multiply(input_parallel), config.scale

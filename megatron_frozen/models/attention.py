@@ -14,20 +14,24 @@ from torch import Tensor, nn
 
 from megatron_frozen.comm import Group, group_size
 from megatron_frozen.layers import ColumnParallelLinear, ModelParallelConfig, RowParallelLinear
+from megatron_frozen.layers.joint_columns import HoldsJointColumns
 from megatron_frozen.layers.norm import RMSNorm
 from megatron_frozen.models.config import DecoderConfig
 from megatron_frozen.models.documents import AttentionPlan
 from megatron_frozen.models.entry import column_config, enter_tensor_parallel
+from megatron_frozen.models.joint_heads import rotate_joint
 from megatron_frozen.models.rope import RotaryTables, rotate
-from megatron_frozen.params import SharesGroups
 
 
-class Attention(SharesGroups):
+class Attention(HoldsJointColumns):
     """Causal self-attention with rotary positions; heads are cut over the tensor-parallel ranks.
 
     Input and output are [s, b, h] ([s / ranks, b, h] under sequence parallelism). Collectives: one
-    all-reduce (or gather and reduce-scatter) forward, its mirror backward, which the three projections share.
+    all-reduce (or gather and reduce-scatter) forward, its mirror backward, which the three projections share. They
+    share one product, too, where they can (see ``layers.joint_columns``).
     """
+
+    joint_names = ("q_proj", "k_proj", "v_proj")
 
     def __init__(
         self, config: DecoderConfig, *, layer_index: int, parallel: ModelParallelConfig, tp_group: Group
@@ -35,6 +39,7 @@ class Attention(SharesGroups):
         super().__init__()
         self.parallel, self.tp_group = parallel, tp_group
         self.head_dim = config.head_dim
+        self.num_kv_heads = config.num_key_value_heads // group_size(tp_group)
         self.window = config.layer_windows[layer_index]
         column = partial(
             ColumnParallelLinear,
@@ -48,6 +53,7 @@ class Attention(SharesGroups):
         self.q_proj = column(config.num_attention_heads * config.head_dim)
         self.k_proj = column(config.num_key_value_heads * config.head_dim)
         self.v_proj = column(config.num_key_value_heads * config.head_dim)
+        self.make_adjacent()
         self.o_proj = RowParallelLinear(
             config.num_attention_heads * config.head_dim,
             config.hidden_size,
@@ -71,15 +77,24 @@ class Attention(SharesGroups):
     def forward(self, hidden: Tensor, tables: RotaryTables, plan: AttentionPlan) -> Tensor:
         """Attend within each document of ``plan``; see the class for shapes."""
         entered = enter_tensor_parallel(hidden, parallel=self.parallel, group=self.tp_group)
-        query = self._heads(self.q_proj(entered)[0], self.q_norm)
-        key = self._heads(self.k_proj(entered)[0], self.k_norm)
-        value = self._heads(self.v_proj(entered)[0], None)
-        context = _attend(rotate(query, tables), rotate(key, tables), value, plan=plan, window=self.window)
-        return self.o_proj(context)[0]
+        query, key, value = self._heads(entered, tables)
+        return self.o_proj(_attend(query, key, value, plan=plan, window=self.window))[0]
 
-    def _heads(self, projected: Tensor, norm: RMSNorm | None) -> Tensor:
-        heads = projected.unflatten(-1, (-1, self.head_dim))
-        return heads if norm is None else norm(heads)
+    def _heads(self, entered: Tensor, tables: RotaryTables) -> tuple[Tensor, ...]:
+        """Return query [s, b, n, d] and key [s, b, k, d], normalised and rotated, and value [s, b, k, d]."""
+        joint = self.multiply_jointly(entered)
+        if joint is not None and self.q_norm is self.k_norm is None and not torch.compiler.is_compiling():
+            return rotate_joint(joint, tables, head_dim=self.head_dim, num_kv_heads=self.num_kv_heads)
+        if joint is not None:
+            num_heads = joint.shape[-1] // self.head_dim - 2 * self.num_kv_heads
+            widths = [count * self.head_dim for count in (num_heads, self.num_kv_heads, self.num_kv_heads)]
+            projected = joint.split(widths, dim=-1)
+        else:
+            projected = [projection(entered)[0] for projection in self.joint_columns()]
+        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in projected)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        return rotate(query, tables), rotate(key, tables), value
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, *, plan: AttentionPlan, window: int | None) -> Tensor:

@@ -143,17 +143,18 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotated(heads, cos, sin)
+        return rotated(heads, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotated(grads[0], cos, -sin), None, None
+        return rotated(grads[0], cos, -sin), None, None
 
 
-def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(heads: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Return what `rotate` does, outside autograd and, if given, in ``out``."""
     half = heads.shape[-1] // 2
-    rotated = heads * cos
+    rotated = heads * cos if out is None else torch.mul(heads, cos, out=out)
     rotated[..., :half].addcmul_(heads[..., half:], sin, value=-1)
     rotated[..., half:].addcmul_(heads[..., :half], sin)
     return rotated

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -44,33 +45,33 @@ def step(model: nn.Module, *, rank: int) -> None:
     model(ids, labels=ids).sum().backward()
 
 
-def storage_bytes(model: nn.Module) -> int:
-    """Bytes of the parameters registered now: parts, and what is gathered at this moment."""
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+def storage_bytes(params: Iterable[torch.Tensor]) -> int:
+    """Bytes of the parameters registered now: parts, and what is gathered at this moment. Some share a storage."""
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in params]
     return sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in local}.values())
 
 
 def memory(rank: int, world_size: int, *, folder: str, cut: bool, lora: bool) -> dict[str, int]:
     """Bytes of base weights: held between steps, at most in a step beyond that, and of the largest two groups."""
     model = load(folder, cut=cut, dtype=torch.float32)
-    held = storage_bytes(model)
+    held = storage_bytes(model.parameters())
     largest = max(sum(p.numel() * 4 for p in layer.parameters()) for layer in model.model.layers)
     root = sum(p.numel() * 4 for p in model.parameters()) - largest * len(model.model.layers)
     if lora:
         apply_lora(model, LoraConfig(r=1))
-    adapters = storage_bytes(model) - held
+    adapters = storage_bytes(model.parameters()) - held
     peak = held
 
     def look(*_: Any) -> None:
         nonlocal peak
         gathered = [p for p in model.parameters() if not isinstance(p, DTensor)]
-        now = sum(p.untyped_storage().nbytes() for p in gathered) - adapters
+        now = storage_bytes(gathered) - adapters
         peak = max(peak, held + now if cut else now)
 
     for layer in model.model.layers:
         layer.get_submodule("mlp").register_forward_hook(lambda _m, _i, output: (look(), output.register_hook(look))[0])
     step(model, rank=rank)
-    assert storage_bytes(model) - adapters == held
+    assert storage_bytes(model.parameters()) - adapters == held
     return {"held": held, "peak": peak, "layer": largest, "root": root}
 
 

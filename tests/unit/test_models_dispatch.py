@@ -50,9 +50,9 @@ def test_no_batched_product_and_no_copy_of_the_logits(
     )
     for products, copied_bytes, facts in run_ranks(world_size, _logits_path, job):
         assert facts == [True, True]
-        # Forward: 14 linears and the head. Backward: each of them but q, k and v of layer 0, below which nothing
-        # trains; and one weight gradient.
-        assert products == {"bmm": 0, "baddbmm": 0, "mm": 15 + 12 + 1, "addmm": 0}
+        # Forward: of each layer q, k and v, o, gate and up, down; and the head. Backward: each but the first, below
+        # which nothing trains; and one weight gradient.
+        assert products == {"bmm": 0, "baddbmm": 0, "mm": 9 + 8 + 1, "addmm": 0}
         assert copied_bytes == 0
 
 
