@@ -11,12 +11,14 @@ ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help lora test lint format clean
+.PHONY: help lora test lint format clean docker-test-gpu docker-test-cpu
 
 help:
 	@echo "make lora    set up, fetch the demo model, train it with LoRA on $(RANKS) tensor-parallel ranks"
 	@echo "             (ARGS=\"max_steps=20 dtype=fp32\" overrides keys of $(CONFIG))"
 	@echo "make test    set up, run all tests (ARGS=\"tests/unit -k fold\" narrows them)"
+	@echo "make docker-test-gpu, make docker-test-cpu    build the image and run tests/functional in it, on all GPUs of the"
+	@echo "             machine with NCCL, or on CPUs"
 	@echo "make lint    ruff, its format check and pyright"
 	@echo "make format  let ruff format and fix what it can"
 	@echo "make clean   remove $(VENV), caches and build leftovers (runs/ and the model cache stay)"
@@ -27,6 +29,16 @@ lora: $(READY)
 
 test: $(READY)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+docker-test-gpu:
+	docker build --target gpu --build-arg EXTRA=test --tag megatron-frozen:gpu-test .
+	docker run --rm --gpus all --ipc=host --ulimit memlock=-1 --ulimit stack=67108864 megatron-frozen:gpu-test \
+		torchrun --standalone --nproc-per-node gpu -m pytest tests/functional $(ARGS)
+
+docker-test-cpu:
+	docker build --target cpu --build-arg EXTRA=test --build-arg PIP_EXTRA_INDEX_URL --tag megatron-frozen:cpu-test .
+	docker run --rm --ipc=host --env OMP_NUM_THREADS=1 megatron-frozen:cpu-test \
+		python -m pytest tests/functional $(ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check .

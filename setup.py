@@ -9,17 +9,8 @@ from setuptools import find_packages, setup
 TRAIN = ["gguf", "jinja2", "matplotlib", "pyyaml", "tensorboard", "tokenizers", "tqdm"]
 # Any torch suits megatron-core, so this never moves the installed one.
 MEGATRON = ["megatron-core==0.16.1"]
-DEV = [
-    *TRAIN,
-    *MEGATRON,
-    "hypothesis",
-    "peft",
-    "pyright[nodejs]",
-    "pytest",
-    "pytest-timeout",
-    "ruff",
-    "transformers",
-]
+TEST = [*TRAIN, *MEGATRON, "hypothesis", "peft", "pytest", "pytest-timeout", "transformers"]
+DEV = [*TEST, "pyright[nodejs]", "ruff"]
 
 setup(
     name="megatron-frozen",
@@ -35,6 +26,7 @@ setup(
         "train": TRAIN,
         "megatron": MEGATRON,
         "te": ["transformer-engine[pytorch]"],
+        "test": TEST,
         "dev": DEV,
     },
     entry_points={"console_scripts": ["megatron-frozen = megatron_frozen.cli:console_main"]},

@@ -1,0 +1,1 @@
+"""The training job, from a config file to a run folder."""
