@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_frozen.bench import gpu_check, linear, lora_step, rl_step, wgrad
+from megatron_frozen.bench import comm, gpu_check, linear, lora_step, rl_step, wgrad
 from megatron_frozen.bench.runner import BenchConfig
 
 BENCHES: dict[str, tuple[Callable[[BenchConfig], None], str]] = {
     "wgrad": (wgrad.run, "cpu"),
     "linear": (linear.run, "cpu"),
+    "comm": (comm.run, "cpu"),
     "lora-step": (lora_step.run, "cpu"),
     "rl-step": (rl_step.run, "cpu"),
     "gpu-check": (gpu_check.run, "cuda"),

@@ -21,11 +21,14 @@ COLLECTIVES = {
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation: its name without the overload, the shapes of its tensor arguments, and the bytes it wrote."""
+    """One operation: its name without the overload, the shapes of its tensor arguments, and the bytes it wrote.
+
+    payload_bytes: of a collective, the size of the whole tensor, that is of its larger side; 0 of all else."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
     written_bytes: int
+    payload_bytes: int = 0
 
 
 class Recorder(TorchDispatchMode):
@@ -48,7 +51,9 @@ class Recorder(TorchDispatchMode):
         first = result[0] if isinstance(result, (tuple, list)) and result else result
         written = first.numel() * first.element_size() if isinstance(first, torch.Tensor) else 0
         shapes = tuple(tuple(arg.shape) for arg in args if isinstance(arg, torch.Tensor))
-        self.operations.append(Operation(str(func.overloadpacket), shapes, written))
+        name = str(func.overloadpacket)
+        payload = _largest_bytes(args) if name in COLLECTIVES else 0
+        self.operations.append(Operation(name, shapes, written, payload))
         return result
 
     def count(self, name: str) -> int:
@@ -66,3 +71,17 @@ class Recorder(TorchDispatchMode):
     def collectives(self) -> Counter[str]:
         """Return how often each collective ran."""
         return Counter(COLLECTIVES[op.name] for op in self.operations if op.name in COLLECTIVES)
+
+    def payload_bytes(self) -> Counter[str]:
+        """Return the bytes that each collective was about: the sum over its calls of the whole tensor's size."""
+        total: Counter[str] = Counter()
+        for operation in self.operations:
+            if operation.name in COLLECTIVES:
+                total[COLLECTIVES[operation.name]] += operation.payload_bytes
+        return total
+
+
+def _largest_bytes(args: Sequence[Any]) -> int:
+    """Return the bytes of the largest tensor among arguments and lists of them."""
+    flat = [item for arg in args for item in (arg if isinstance(arg, (tuple, list)) else [arg])]
+    return max((item.numel() * item.element_size() for item in flat if isinstance(item, torch.Tensor)), default=0)

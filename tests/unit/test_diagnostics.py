@@ -50,7 +50,7 @@ def test_counts_copies_by_bytes_and_no_views() -> None:
     assert seen.copies(min_bytes=1000) == []
 
 
-def collectives_body(rank: int, world_size: int) -> dict[str, int]:
+def collectives_body(rank: int, world_size: int) -> tuple[dict[str, int], dict[str, int]]:
     initialize_model_parallel(world_size)
     group = get_tensor_model_parallel_group()
     x = torch.ones(4, 4)
@@ -64,9 +64,10 @@ def collectives_body(rank: int, world_size: int) -> dict[str, int]:
         broadcast_(x, src=1, group=WORLD)
         dist.barrier()
         all_reduce(x, group=None)
-    return dict(seen.collectives())
+    return dict(seen.collectives()), dict(seen.payload_bytes())
 
 
 def test_counts_collectives() -> None:
     expected = {"all_reduce": 3, "all_gather": 2, "reduce_scatter": 1, "broadcast": 1}
-    assert run_ranks(2, collectives_body) == [expected, expected]
+    payload = {"all_reduce": 3 * 64, "all_gather": 2 * 128, "reduce_scatter": 64, "broadcast": 64}
+    assert run_ranks(2, collectives_body) == [(expected, payload)] * 2

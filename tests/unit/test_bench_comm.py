@@ -1,0 +1,99 @@
+"""`bench comm`: what each scheme sends, beside counts written out by hand, and that the schemes compute the same."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_frozen.bench import comm
+from megatron_frozen.bench.comm_ranks import (
+    BACKWARD,
+    BRIDGE,
+    FORWARD,
+    MEGATRON_LAYER,
+    NONE,
+    OURS,
+    STEP,
+    count,
+)
+from megatron_frozen.bench.runner import Row, stamp
+from megatron_frozen.cli import main
+from megatron_frozen.testing import run_ranks
+
+FP32 = dataclasses.replace(comm.SMALL_SIZES, dtype=torch.float32)
+S, H, R = FP32.sequence * FP32.batch * 4, FP32.hidden, FP32.rank  # bytes of one feature of all tokens
+
+# What the adapters of one layer (two column and two row bases) add: all-reduces, gathers, reduce-scatters, bytes.
+ADDED_BY_BRIDGE = {
+    (False, FORWARD): (2, 4, 0, 2 * S * R + 2 * S * (R + H)),
+    (False, BACKWARD): (6, 0, 0, 2 * S * (R + H) + 2 * S * R),
+    (True, FORWARD): (2, 6, 0, 2 * S * (H + R) + 2 * S * (R + H)),
+    (True, BACKWARD): (4, 2, 2, 2 * S * (R + H) + 2 * S * (R + H)),
+}
+
+
+@pytest.fixture(scope="module")
+def counted() -> list[Row]:
+    return run_ranks(2, partial(count, sizes=FP32))[0]
+
+
+def find(rows: list[Row], **wanted: object) -> Row:
+    (row,) = (row for row in rows if wanted.items() <= row.items())
+    return row
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("phase", [FORWARD, BACKWARD])
+def test_added_collectives(counted: list[Row], phase: str, sequence_parallel: bool) -> None:  # noqa: FBT001
+    of = {"layer": MEGATRON_LAYER, "sequence_parallel": sequence_parallel, "phase": phase}
+    bare, ours, bridge = (find(counted, scheme=scheme, **of) for scheme in (NONE, OURS, BRIDGE))
+    columns = ("all_reduce", "all_gather", "reduce_scatter", "payload_bytes")
+    assert [ours[column] for column in columns] == [bare[column] for column in columns]
+    added = tuple(int(str(bridge[column])) - int(str(bare[column])) for column in columns)
+    assert added == ADDED_BY_BRIDGE[sequence_parallel, phase]
+    calls = (0, 2, 2) if sequence_parallel else (2, 0, 0)
+    assert tuple(bare[column] for column in columns) == (*calls, 2 * S * H * (2 if sequence_parallel else 1))
+
+
+def test_a_ring_sends_half_of_a_gather_and_all_of_a_sum_on_two_ranks(counted: list[Row]) -> None:
+    for row in counted:
+        if row["scheme"] == NONE and row["phase"] != STEP:
+            assert row["sent_bytes"] == 2 * S * H, row
+
+
+def test_ours_sums_the_replicated_factors_once_a_step(counted: list[Row]) -> None:
+    row = find(counted, layer=MEGATRON_LAYER, sequence_parallel=False, scheme=OURS, phase=STEP)
+    assert (row["collectives"], row["all_reduce"]) == (1, 1)
+    num_elements, num_flags = 4 * R * H, 4  # two A of the columns, two B of the rows
+    assert row["payload_bytes"] == 4 * (num_elements + num_flags)
+    assert find(counted, layer=MEGATRON_LAYER, sequence_parallel=False, scheme=BRIDGE, phase=STEP)["collectives"] == 0
+
+
+def test_both_schemes_compute_the_same(counted: list[Row]) -> None:
+    differences = [row["difference_from_ours"] for row in counted if row["scheme"] == BRIDGE]
+    assert len(differences) == 2 * 3
+    assert all(isinstance(value, float) and value < 1e-5 for value in differences), differences
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "comm", "--small", "--output", str(tmp_path)]) == 0
+    with (tmp_path / "comm.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert all(row[column] for row in rows for column in stamp("cpu"))
+    assert len([row for row in rows if row["kind"] == "count"]) == 2 * 2 * 5 * 3
+    targets = [row for row in rows if row["kind"] == "target"]
+    assert len(targets) == 2 * 2 * 2 * 2 * 2
+    assert {row["met"] for row in targets} == {"yes"}
+    assert (tmp_path / "comm.png").read_bytes().startswith(b"\x89PNG")
+    assert "Megatron-Bridge's scheme" in capsys.readouterr().out
+
+
+def test_a_collective_too_many_misses_the_target() -> None:
+    of: Row = {"layer": "x", "ranks": 2, "sequence_parallel": False, "scheme": OURS, "phase": FORWARD}
+    rows = comm.verdicts([of | {"extra_collectives": 1, "extra_bytes": 0}])
+    assert [row["met"] for row in rows] == ["no", "yes"]
