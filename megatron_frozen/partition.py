@@ -36,3 +36,21 @@ def stride_pieces(shard_size: int, *, rank: int, world_size: int, stride: int) -
     """
     piece = divide(shard_size, stride, what="the size of a shard")
     return [((rank + i * world_size) * piece, (rank + i * world_size + 1) * piece) for i in range(stride)]
+
+
+def fused_qkv_rows(*, num_heads: int, num_groups: int, head_dim: int) -> dict[str, list[int]]:
+    """Return the rows of a fused q, k, v projection that belong to each of the three, in their own order.
+
+    Megatron stacks one group of heads upon the next: its queries, its key, its value. With 4 heads in 2 groups the
+    order is q0 q1 k0 v0 q2 q3 k1 v1. For a shard give its own numbers of heads and groups.
+
+    Raises ConfigError where the groups do not share the heads evenly.
+    """
+    per_group = divide(num_heads, num_groups, what="the number of query heads")
+    rows: dict[str, list[int]] = {"q": [], "k": [], "v": []}
+    start = 0
+    for _ in range(num_groups):
+        for part, size in (("q", per_group), ("k", 1), ("v", 1)):
+            rows[part] += range(start, start + size * head_dim)
+            start += size * head_dim
+    return rows

@@ -136,6 +136,14 @@ def save_adapter(
         base_model_name = getattr(model, "source_folder", None)
     config = config_to_peft(next(iter(layers.values())).adapters[adapter_name], base_model_name=base_model_name)
 
+    write_folder(folder, tensors, config, replace=replace)
+
+
+def write_folder(
+    folder: str | Path, tensors: dict[str, torch.Tensor], config: dict[str, Any], *, replace: bool
+) -> None:
+    """Write PEFT's two files from rank 0; every rank calls it. Collectives and errors: as ``save_adapter``."""
+
     def write() -> None:
         if not replace and Path(folder).is_dir() and any(Path(folder).iterdir()):
             raise CheckpointError(
@@ -164,7 +172,7 @@ def load_adapter(
     """
     folder = Path(folder)
     with together(group=WORLD, doing=f"loading the adapter {folder}"):
-        config = _read_config(folder, dtype=dtype)
+        config = read_config(folder, dtype=dtype)
         is_new = adapter_name not in adapter_names(model)
         if is_new:
             check_new_name(model, adapter_name)
@@ -181,7 +189,8 @@ def load_adapter(
     return model
 
 
-def _read_config(folder: Path, *, dtype: torch.dtype | None) -> LoraConfig:
+def read_config(folder: Path, *, dtype: torch.dtype | None) -> LoraConfig:
+    """Return the config in an adapter's folder. Raises CheckpointError where a file is missing or asks for more."""
     if not (folder / CONFIG_NAME).is_file():
         raise CheckpointError(f"{folder} holds no {CONFIG_NAME}; give a folder that PEFT or save_adapter wrote")
     if not (folder / WEIGHTS_NAME).is_file():

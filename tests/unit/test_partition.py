@@ -13,7 +13,7 @@ from megatron_frozen.errors import (
     ParallelError,
     nearest,
 )
-from megatron_frozen.partition import divide, padded_vocab_size, shard_range, stride_pieces
+from megatron_frozen.partition import divide, fused_qkv_rows, padded_vocab_size, shard_range, stride_pieces
 
 
 @pytest.mark.parametrize(("numerator", "denominator"), [(7, 2), (8, 0), (8, -2), (1, 3)])
@@ -67,3 +67,13 @@ def test_errors_are_value_errors_and_name_the_nearest() -> None:
         assert issubclass(error, ValueError)
     assert nearest("learnig_rate", ["learning_rate", "warmup"]) == ", did you mean 'learning_rate'?"
     assert nearest("zzz", ["learning_rate", "warmup"]) == ""
+
+
+def test_fused_qkv_rows_of_case_28() -> None:
+    """4 query heads in 2 groups, head dim 2: q0 q1 k0 v0 q2 q3 k1 v1."""
+    rows = fused_qkv_rows(num_heads=4, num_groups=2, head_dim=2)
+    assert rows == {"q": [0, 1, 2, 3, 8, 9, 10, 11], "k": [4, 5, 12, 13], "v": [6, 7, 14, 15]}
+    shard = fused_qkv_rows(num_heads=2, num_groups=1, head_dim=2)
+    assert shard == {"q": [0, 1, 2, 3], "k": [4, 5], "v": [6, 7]}
+    with pytest.raises(ConfigError, match="the number of query heads is 4, which does not divide by 3"):
+        fused_qkv_rows(num_heads=4, num_groups=3, head_dim=2)

@@ -11,15 +11,14 @@ from torch import nn
 
 from megatron_frozen.errors import ConfigError
 from megatron_frozen.integrations.megatron_core import upstream
-from megatron_frozen.integrations.megatron_core.layers import ColumnSteps, RowSteps, frozen_class
+from megatron_frozen.integrations.megatron_core.layers import ColumnSteps, RowSteps, use_frozen_linear
 
 
 def use_frozen_head(model: nn.Module) -> nn.Module:
     """Make the ``output_layer`` of a built GPTModel ours, in place, and return ``model``.
 
-    Parameters, buffers, hooks and references stay: the layer object is the same and only its class changes, as
-    ``fully_shard`` changes a module's. Tied and untied heads, and deferred weight gradients, work as before. A model
-    without an output layer, such as an early pipeline stage, is left alone.
+    The layer object stays (see ``use_frozen_linear``). Tied and untied heads, and deferred weight gradients, work as
+    before. A model without an output layer, such as an early pipeline stage, is left alone.
 
     Raises ConfigError where the output layer is not one of megatron-core's local layers.
     """
@@ -31,9 +30,7 @@ def use_frozen_head(model: nn.Module) -> nn.Module:
             f"the output_layer of this {type(model).__name__} is a {type(head).__name__}, and only megatron-core's "
             f"ColumnParallelLinear can be swapped; leave it as it is"
         )
-    adopted: Any = head
-    adopted.__class__ = frozen_class(type(head))
-    adopted.finish()
+    use_frozen_linear(head)
     return model
 
 

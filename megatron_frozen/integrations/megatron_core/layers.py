@@ -8,10 +8,8 @@ start, state dicts and checkpoints are upstream's own.
 
 from __future__ import annotations
 
-import copy
 import functools
-import inspect
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -23,99 +21,13 @@ from megatron_frozen.comm import (
 )
 from megatron_frozen.comm.groups import Group, group_size
 from megatron_frozen.errors import ConfigError, LayoutError
-from megatron_frozen.functional import linear_with_frozen_weight, linear_with_grad_accumulation_and_async_allreduce
 from megatron_frozen.integrations.megatron_core import upstream
-from megatron_frozen.layers.parts import dgrad_in_fp32, dgrad_sum_in_fp32, enter_region
-from megatron_frozen.main_grad import introduce, name_parameters
-from megatron_frozen.params import KeepsMarks, set_tensor_model_parallel_attributes
+from megatron_frozen.integrations.megatron_core.steps import Steps
+from megatron_frozen.layers.parts import enter_region
 from megatron_frozen.params.shards import InitMethod
 
 
-class _Steps(KeepsMarks):
-    """What the two share: how the layer is built around upstream's constructor, its product and its checkpoint."""
-
-    config: Any
-    tp_group: Group
-    weight: torch.nn.Parameter | None
-    bias: torch.nn.Parameter | None
-    partition_dim: int
-    tensor_model_parallel = True
-    """With ``partition_dim`` what Megatron-Bridge's AutoMapping reads of a class that it has no name for."""
-    output_dtype: torch.dtype | None = None
-    explicit_expert_comm: bool
-    gradient_accumulation_fusion: bool
-    skip_bias_add: bool
-    sequence_parallel: bool
-
-    def _build(
-        self, base: type, sizes: tuple[int, int], *, config: Any, pg_collection: Any, name: str | None, **options: Any
-    ) -> None:
-        """Run upstream's constructor with those arguments that its release has, and finish the layer."""
-        known = inspect.signature(base.__init__).parameters
-        if "pg_collection" in known:
-            options["pg_collection"] = pg_collection
-        elif options["tp_group"] is None and pg_collection is not None:
-            options["tp_group"] = pg_collection.expt_tp if options["is_expert"] else pg_collection.tp
-        if "name" in known:
-            options["name"] = name
-        super().__init__(*sizes, config=_without_fusion(config), **options)
-        self.config, self.gradient_accumulation_fusion = config, config.gradient_accumulation_fusion
-        self.finish(name=name, stride=options["stride"])
-
-    def finish(self, *, name: str | None = None, stride: int = 1) -> None:
-        """Mark a weight that upstream left unmarked, as it does where it initialises none, and make it known."""
-        if self.weight is not None:
-            if not hasattr(self.weight, "partition_dim"):
-                set_tensor_model_parallel_attributes(
-                    self.weight, is_parallel=True, dim=self.partition_dim, stride=stride
-                )
-            introduce(self.weight)
-        if name is not None:
-            name_parameters(self, prefix=name)
-
-    def _product(
-        self,
-        input_: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        *,
-        sums_dgrad: bool = False,
-        gathers: bool = False,
-        grad_output_buffer: list[torch.Tensor] | None = None,
-        wgrad_deferral_limit: Any = None,
-    ) -> torch.Tensor:
-        """Return X W^T + b [..., O of this rank]: frozen or trainable, as the weight is now."""
-        _mark_for_offloading(input_, self.config)
-        linear = (
-            linear_with_grad_accumulation_and_async_allreduce if weight.requires_grad else linear_with_frozen_weight
-        )
-        return linear(
-            input_,
-            weight,
-            bias,
-            gradient_accumulation_fusion=self.gradient_accumulation_fusion,
-            allreduce_dgrad=sums_dgrad,
-            sequence_parallel=gathers,
-            grad_output_buffer=grad_output_buffer,
-            wgrad_deferral_limit=wgrad_deferral_limit,
-            tp_group=self.tp_group,
-            dgrad_in_fp32=dgrad_in_fp32(self.config),
-            allreduce_dgrad_in_fp32=dgrad_sum_in_fp32(self.config),
-            output_dtype=self.output_dtype,
-        )
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Return upstream's sharded state dict; ``metadata`` may be None or lack the data-parallel group."""
-        metadata = upstream.core("transformer.utils").ensure_metadata_has_dp_cp_group(metadata)
-        return cast("Any", super()).sharded_state_dict(prefix, sharded_offsets, metadata)
-
-    def backward_dw(self) -> None:
-        """Do nothing: weight gradients are computed in backward. Megatron's schedules call it."""
-
-
-class ColumnSteps(_Steps):
+class ColumnSteps(Steps):
     """Y = X W^T + b with W cut along its output features, for a subclass of megatron-core's ColumnParallelLinear.
 
     The arguments are those of megatron-core 0.16.1 and, last, those that its main branch adds. ``output_dtype``, wider
@@ -159,7 +71,7 @@ class ColumnSteps(_Steps):
         pg_collection: Any = None,
     ) -> None:
         """Create the layer as upstream does, with the same random numbers."""
-        self._build(
+        self.build(
             upstream.core("tensor_parallel.layers").ColumnParallelLinear,
             (input_size, output_size),
             config=config,
@@ -196,12 +108,14 @@ class ColumnSteps(_Steps):
         runtime_gather_output: bool | None = None,  # noqa: FBT001 - Megatron's signature
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return ``(output, bias)``; ``weight`` takes the place of the layer's own, which a tied head does not have."""
+        if self.adapter is not None:
+            return self._leave(self._adapted(input_), runtime_gather_output)
         weight = self._chosen_weight(weight)
         inputs = self.embedding_activation_buffer
         # Only the head gets a buffer, and a frozen one has nothing to put off.
         defers = self.config.defer_embedding_wgrad_compute and inputs is not None and weight.requires_grad
         limit = self.config.wgrad_deferral_limit if defers else None
-        output_parallel = self._product(
+        output_parallel = self.product(
             input_,
             weight,
             None if self.skip_bias_add else self.bias,
@@ -215,22 +129,21 @@ class ColumnSteps(_Steps):
         return self._leave(output_parallel, runtime_gather_output)
 
     def enter_parallel(self, input_: torch.Tensor) -> torch.Tensor:
-        """Return the input that every rank multiplies, [s, b, input_size]; its gradient is summed over ranks, once.
-
-        ``leave_parallel(multiply(enter_parallel(x)))`` is ``forward(x)``; an adapter adds its product between."""
+        """Return the input that every rank multiplies, [s, b, input_size]; its gradient is summed over ranks, once."""
         if not (self._gathers or self._sums_dgrad):
             return input_
         return enter_region(input_, sequence_parallel=self._gathers, config=self.config, group=self.tp_group)
 
+    def _adapted(self, input_: torch.Tensor) -> torch.Tensor:
+        assert self.adapter is not None
+        output_parallel = self.adapter.multiply(self, self.enter_parallel(input_))
+        if self.bias is None or self.skip_bias_add:
+            return output_parallel
+        return output_parallel + self.bias.to(output_parallel.dtype)  # as F.linear under autocast
+
     def multiply(self, input_parallel: torch.Tensor) -> torch.Tensor:
         """Return X W^T [s, b, output_size / ranks]: no bias, no communication in either direction."""
-        return self._product(input_parallel, self._chosen_weight(None), None)
-
-    def leave_parallel(self, output_parallel: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Add the bias, gather if asked, and return ``(output, bias)`` as forward does."""
-        if self.bias is not None and not self.skip_bias_add:
-            output_parallel = output_parallel + self.bias.to(output_parallel.dtype)  # as F.linear under autocast
-        return self._leave(output_parallel, None)
+        return self.product(input_parallel, self._chosen_weight(None), None)
 
     def _leave(
         self,
@@ -257,7 +170,7 @@ class ColumnSteps(_Steps):
         return weight
 
 
-class RowSteps(_Steps):
+class RowSteps(Steps):
     """Y = X W^T + b with W cut along its input features, for a subclass of megatron-core's RowParallelLinear.
 
     The arguments are those of megatron-core 0.16.1 and, last, those that its main branch adds. Collectives: as
@@ -286,7 +199,7 @@ class RowSteps(_Steps):
         pg_collection: Any = None,
     ) -> None:
         """Create the layer as upstream does, with the same random numbers."""
-        self._build(
+        self.build(
             upstream.core("tensor_parallel.layers").RowParallelLinear,
             (input_size, output_size),
             config=config,
@@ -305,7 +218,10 @@ class RowSteps(_Steps):
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return ``(output, bias)``; bias is the parameter with ``skip_bias_add``, else None."""
-        return self.leave_parallel(self.multiply(self.enter_parallel(input_)))
+        input_parallel = self.enter_parallel(input_)
+        if self.adapter is not None:
+            return self.leave_parallel(self.adapter.multiply(self, input_parallel))
+        return self.leave_parallel(self.multiply(input_parallel))
 
     def enter_parallel(self, input_: torch.Tensor) -> torch.Tensor:
         """Return this rank's features of the input, [s, b, input_size / ranks]."""
@@ -316,7 +232,7 @@ class RowSteps(_Steps):
     def multiply(self, input_parallel: torch.Tensor) -> torch.Tensor:
         """Return this rank's partial sum of X W^T, [s, b, output_size]: no bias, no communication."""
         assert self.weight is not None
-        return self._product(input_parallel, self.weight, None)
+        return self.product(input_parallel, self.weight, None)
 
     def leave_parallel(self, output_parallel: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Sum the partial outputs over ranks, add the bias, and return ``(output, bias)`` as forward does."""
@@ -338,23 +254,6 @@ class RowSteps(_Steps):
         if self.skip_bias_add:
             return output, self.bias
         return output if self.bias is None else output + self.bias.to(output.dtype), None  # as F.linear under autocast
-
-
-def _without_fusion(config: Any) -> Any:
-    """Return ``config``, or a copy for upstream's constructor, which refuses gradient_accumulation_fusion without
-    apex."""
-    if not config.gradient_accumulation_fusion:
-        return config
-    plain = copy.copy(config)
-    plain.gradient_accumulation_fusion = False
-    return plain
-
-
-def _mark_for_offloading(input_: torch.Tensor, config: Any) -> None:
-    """Tell TransformerEngine's offloading, inside its context, what to do with a saved input."""
-    context = getattr(config, "_cpu_offloading_context", None)
-    if context is not None and context.inside_context:
-        cast("Any", input_).activation_offloading = config.cpu_offloading_activations
 
 
 @functools.cache
@@ -379,3 +278,14 @@ def frozen_class(base: type) -> type:
         f"{base.__module__}.{base.__name__} is no ColumnParallelLinear or RowParallelLinear of megatron-core; "
         f"build the model from the local layers"
     )
+
+
+def use_frozen_linear(linear: Any) -> None:
+    """Make a built linear of megatron-core ours, in place: the object stays and only its class changes, as
+    ``fully_shard`` changes a module's, so that parameters, buffers, hooks and references stay too.
+
+    Raises ConfigError where it is none of megatron-core's local linears.
+    """
+    if not isinstance(linear, Steps):
+        linear.__class__ = frozen_class(type(linear))
+        linear.finish()
