@@ -17,8 +17,10 @@ from megatron_frozen.integrations.megatron_core.layers import ColumnSteps, RowSt
 def use_frozen_head(model: nn.Module) -> nn.Module:
     """Make the ``output_layer`` of a built GPTModel ours, in place, and return ``model``.
 
-    The layer object stays (see ``use_frozen_linear``). Tied and untied heads, and deferred weight gradients, work as
-    before. A model without an output layer, such as an early pipeline stage, is left alone.
+    The layer object stays (see ``use_frozen_linear``); it may be tied. Under defer_embedding_wgrad_compute it fills
+    megatron-core's two buffers, which takes apex or ``patch()`` to drain, and leaves them empty where its weight is
+    frozen, for which megatron-core's own drain has no case: turn the option off then, or ``patch()``. A model without
+    an output layer, such as an early pipeline stage, is left alone.
 
     Raises ConfigError where the output layer is not one of megatron-core's local layers.
     """
