@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_frozen.bench.commands import BENCHES, run_bench
+from megatron_frozen.bench.commands import NAMES, run_bench
 from megatron_frozen.checkpoint.demo_model import fetch_demo_model
 from megatron_frozen.diagnostics.facts import aligned, facts_table, installed_version
 from megatron_frozen.environment import launched_rank
@@ -135,13 +135,13 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=lambda given: print(fetch_demo_model(given.cache_folder)))
 
     command = commands.add_parser("bench", help="measure, and write a CSV with what it was measured on")
-    command.add_argument("name", choices=BENCHES, metavar="NAME", help=", ".join(BENCHES))
+    command.add_argument("name", choices=NAMES, metavar="NAME", help=", ".join(NAMES))
     command.add_argument(
         "--output",
         type=Path,
-        default=Path("benchmarks"),
+        default=Path("runs/benchmarks"),
         metavar="FOLDER",
-        help="where the CSV goes (default: benchmarks)",
+        help="where CSV files and pictures go (default: runs/benchmarks)",
     )
     command.add_argument("--device", choices=("cpu", "cuda"), help="cuda for gpu-check, else cpu (default)")
     command.add_argument("--repeats", type=_positive, default=15, metavar="N", help="samples of each way (default 15)")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
-from megatron_frozen.bench import comm, gpu_check, linear, lora_step, rl_step, wgrad
+from megatron_frozen.bench import comm, gpt_model, gpu_check, linear, lora_step, rl_step, wgrad
+from megatron_frozen.bench.report import write_page
 from megatron_frozen.bench.runner import BenchConfig
+from megatron_frozen.errors import MegatronFrozenError
 
 BENCHES: dict[str, tuple[Callable[[BenchConfig], None], str]] = {
     "wgrad": (wgrad.run, "cpu"),
@@ -14,13 +18,49 @@ BENCHES: dict[str, tuple[Callable[[BenchConfig], None], str]] = {
     "comm": (comm.run, "cpu"),
     "lora-step": (lora_step.run, "cpu"),
     "rl-step": (rl_step.run, "cpu"),
+    "gpt-model": (gpt_model.run, "cpu"),
     "gpu-check": (gpu_check.run, "cuda"),
 }
 """name: (what runs it, its device unless another is asked for)."""
 
+ALL, REPORT = "all", "report"
+NAMES = (*BENCHES, ALL, REPORT)
+"""What the command line takes: a benchmark, all that run on a CPU with the page after them, or the page alone."""
+
 
 def run_bench(given: Any) -> None:
-    """Run the benchmark that the command line ``given`` names."""
-    run, device = BENCHES[given.name]
+    """Run what the command line ``given`` names."""
+    run, device = {ALL: (_run_all, "cpu"), REPORT: (_write_page, "cpu"), **BENCHES}[given.name]
     device = given.device or device
     run(BenchConfig(output=given.output, device=device, repeats=given.repeats, small=given.small, only=given.only))
+
+
+def _write_page(config: BenchConfig) -> None:
+    write_page(config, abouts={name: _about(run) for name, (run, _) in BENCHES.items()})
+
+
+def _about(run: Callable[[BenchConfig], None]) -> str:
+    """Return what the module of a benchmark says of it, without the legend of its code."""
+    paragraphs = (sys.modules[run.__module__].__doc__ or "").strip().split("\n\n")
+    return "\n\n".join(text for text in paragraphs if not text.startswith("Shape suffixes"))
+
+
+def _run_all(config: BenchConfig) -> None:
+    """Run each benchmark that needs no GPU, whatever becomes of the others, and write the page.
+
+    Raises MegatronFrozenError at the end, naming those that failed.
+    """
+    failed: dict[str, Exception] = {}
+    for name, (run, device) in BENCHES.items():
+        if device == "cuda":
+            continue
+        print(f"=== {name}", flush=True)
+        try:
+            run(config)
+        except Exception as error:  # the others are worth having
+            traceback.print_exc()
+            failed[name] = error
+    _write_page(config)
+    if failed:
+        reasons = "; ".join(f"{name}: {error}" for name, error in failed.items())
+        raise MegatronFrozenError(f"{len(failed)} of these benchmarks ended early, see above ({reasons})")

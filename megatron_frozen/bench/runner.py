@@ -175,10 +175,11 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 def text_table(rows: Sequence[Row], columns: Sequence[str]) -> str:
     """Return the asked columns as aligned text; numbers with three digits that count."""
-    return aligned([list(columns), *([_shown(row.get(column, "")) for column in columns] for row in rows)])
+    return aligned([list(columns), *([shown(row.get(column, "")) for column in columns] for row in rows)])
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """Return a number with three digits that count, and anything else as it is."""
     if not isinstance(value, float):
         return str(value)
     return f"{value:.2e}" if 0 < abs(value) < 1e-3 else f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"

@@ -1,0 +1,97 @@
+"""The results page: one Markdown file made from the CSV files of a folder, whatever benchmarks wrote them."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron_frozen.bench.runner import BenchConfig, shown, stamp
+from megatron_frozen.errors import ConfigError
+from megatron_frozen.io import atomic_write
+
+PAGE = "README.md"
+_MACHINE = tuple(stamp("cpu"))
+_MAX_ROWS = 400
+_HEAD = """# Benchmarks
+
+Written by `megatron-frozen bench report` from the CSV files in this folder, which hold every figure. Ratios count, not
+times: medians of samples taken in turn, in one run on one machine. A target that was missed says "no".
+"""
+
+Rows = list[dict[str, str]]
+
+
+def write_page(config: BenchConfig, *, abouts: Mapping[str, str]) -> None:
+    """Write README.md beside the CSV files of ``config.output``; ``abouts`` says by name what a benchmark measures.
+
+    Raises ConfigError where the folder holds no CSV file.
+    """
+    files = sorted(config.output.glob("*.csv"), key=lambda path: _place(path.stem, abouts))
+    if not files:
+        raise ConfigError(f"no CSV file lies in {config.output}; run a benchmark with this --output first")
+    found = {path.stem: _read(path) for path in files}
+    parts = [_HEAD, _summary(found)]
+    for name, rows in found.items():
+        picture = config.output / f"{name}.png"
+        parts.append(_section(name, rows, about=abouts.get(name, ""), has_picture=picture.exists()))
+    page = config.output / PAGE
+    with atomic_write(page) as temporary:
+        temporary.write_text("\n".join(parts), encoding="utf-8")
+    print(f"written to {page}")
+
+
+def _place(name: str, abouts: Mapping[str, str]) -> tuple[int, str]:
+    names = list(abouts)
+    return (names.index(name) if name in names else len(names)), name
+
+
+def _read(path: Path) -> Rows:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _summary(found: Mapping[str, Rows]) -> str:
+    """Return the table of benchmarks: how many targets each met, and what it ran on."""
+    lines = []
+    for name, rows in found.items():
+        targets = [row for row in rows if row.get("met")]
+        met = sum(row["met"] == "yes" for row in targets)
+        facts = {column: ", ".join(sorted({row[column] for row in rows if row.get(column)})) for column in _MACHINE}
+        facts["date"] = min((row["date"] for row in rows if row.get("date")), default="")[:10]
+        line = {"benchmark": f"[{name}](#{name})", "targets met": f"{met} of {len(targets)}" if targets else ""}
+        lines.append(line | facts)
+    return _table(lines, ["benchmark", "targets met", *_MACHINE])
+
+
+def _section(name: str, rows: Rows, *, about: str, has_picture: bool) -> str:
+    parts = [f"## {name}\n", about and f"{about}\n", has_picture and f"![{name}]({name}.png)\n"]
+    targets = [row for row in rows if row.get("met")]
+    if targets:
+        parts.append(_table(targets, _telling_columns(targets)))
+    for kind in dict.fromkeys(row.get("kind", "") for row in rows):
+        same = [row for row in rows if row.get("kind", "") == kind and not row.get("met")]
+        if same:
+            more = f", the first {_MAX_ROWS} of {len(same)}" if len(same) > _MAX_ROWS else ""
+            table = _table(same[:_MAX_ROWS], _telling_columns(same))
+            parts.append(f"<details><summary>All rows: {kind}{more}</summary>\n\n{table}\n</details>\n")
+    return "\n".join(part for part in parts if part)
+
+
+def _telling_columns(rows: Rows) -> list[str]:
+    """Return the columns in which these rows say something that the summary does not."""
+    return [column for column in rows[0] if column not in {*_MACHINE, "kind"} and any(row[column] for row in rows)]
+
+
+def _table(rows: Sequence[Mapping[str, str]], columns: Sequence[str]) -> str:
+    lines = [[column.replace("_", " ") for column in columns], ["---"] * len(columns)]
+    lines += [[_cell(row[column]) for column in columns] for row in rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _cell(text: str) -> str:
+    """Return a number with three digits that count, and anything else as it is."""
+    try:
+        return text if text.lstrip("-").isdecimal() else shown(float(text))
+    except ValueError:
+        return text.replace("|", "\\|")

@@ -1,0 +1,81 @@
+"""The results page, and the command that runs every benchmark and writes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_frozen.bench import commands
+from megatron_frozen.bench.runner import BenchConfig, Row, stamp, write_csv
+from megatron_frozen.bench.targets import at_least, at_most, number
+from megatron_frozen.cli import main
+from megatron_frozen.errors import MegatronFrozenError
+
+
+def fill(folder: Path) -> None:
+    mark = stamp("cpu")
+    rows: list[Row] = [mark | {"kind": "time", "way": "ours|new", "median_ms": 12.3456, "unused": ""}]
+    rows += [mark | {"kind": "time", "way": str(index), "median_ms": 1e-5} for index in range(500)]
+    rows += [mark | at_most("ratio", 1.04, limit=1.05, of={"shape": "8x8"})]
+    rows += [mark | at_least("gain", 2.0, limit=4, of={"shape": "8x8"})]
+    write_csv(folder / "wgrad.csv", rows)
+    write_csv(folder / "another.csv", [mark | {"kind": "check", "check": "x", "outcome": "ok"}])
+    (folder / "wgrad.png").write_bytes(b"\x89PNG")
+
+
+def test_page(tmp_path: Path) -> None:
+    fill(tmp_path)
+    assert main(["bench", "report", "--output", str(tmp_path)]) == 0
+    page = (tmp_path / "README.md").read_text(encoding="utf-8")
+    lines = page.splitlines()
+    assert [line for line in lines if line.startswith("## ")] == ["## wgrad", "## another"]
+    summary = {line.split(" | ")[0]: line for line in lines if line.startswith("| [")}
+    assert "| 1 of 2 |" in summary["| [wgrad](#wgrad)"]
+    mark = stamp("cpu")
+    for fact in ("cpu", "torch", "python", "megatron_frozen"):
+        assert f"| {mark[fact]} |" in summary["| [another](#another)"]
+    assert "| 8x8 | ratio | 1.04 | at most 1.05 | yes |" in lines
+    assert "| 8x8 | gain | 2 | at least 4 | no |" in lines
+    assert "![wgrad](wgrad.png)" in lines
+    assert "![another](another.png)" not in lines
+    assert "| ours\\|new | 12.3 |" in lines
+    assert "| 0 | 1.00e-05 |" in lines
+    assert "the first 400 of 501" in page
+    assert "unused" not in page
+    assert "fp32 buffer" in page  # what the benchmark's module says of itself
+    assert "Shape suffixes" not in page
+
+
+def test_a_folder_without_results_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "report", "--output", str(tmp_path)]) == 2
+    assert "no CSV file lies in" in capsys.readouterr().err
+
+
+def test_all_runs_what_needs_no_gpu_and_names_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[str] = []
+
+    def fails(config: BenchConfig) -> None:
+        ran.append("fails")
+        raise MegatronFrozenError("no peer is installed")
+
+    def works(config: BenchConfig) -> None:
+        ran.append("works")
+        write_csv(config.output / "works.csv", [stamp("cpu") | at_most("ratio", 1, limit=2, of={})])
+
+    monkeypatch.setattr(commands, "BENCHES", {"fails": (fails, "cpu"), "works": (works, "cpu"), "gpu": (fails, "cuda")})
+    assert main(["bench", "all", "--output", str(tmp_path)]) == 1
+    assert ran == ["fails", "works"]
+    assert "1 of these benchmarks ended early, see above (fails: no peer is installed)" in capsys.readouterr().err
+    assert "[works](#works) | 1 of 1 |" in (tmp_path / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_target() -> None:
+    row = at_most("ratio", 1.0, limit=1.0, of={"shape": "x"})
+    assert row == {
+        "kind": "target", "shape": "x", "figure": "ratio", "value": 1.0, "target": "at most 1", "met": "yes"
+    }  # fmt: skip
+    assert at_least("gain", 1.0, limit=1.5, of={})["met"] == "no"
+    assert number(row, "value") == 1.0
