@@ -19,7 +19,6 @@ BENCHES: dict[str, tuple[Callable[[BenchConfig], None], str]] = {
     "lora-step": (lora_step.run, "cpu"),
     "rl-step": (rl_step.run, "cpu"),
     "gpt-model": (gpt_model.run, "cpu"),
-    "gpt-model": (gpt_model.run, "cpu"),
     "gpu-check": (gpu_check.run, "cuda"),
 }
 """name: (what runs it, its device unless another is asked for)."""
