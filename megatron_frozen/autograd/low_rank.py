@@ -119,6 +119,4 @@ def factor_gradient(grad: torch.Tensor, operand: torch.Tensor, *, factors: Seque
     dtype = kept_grad_dtype(factors[0])
     for factor in factors[1:]:
         dtype = torch.promote_types(dtype, kept_grad_dtype(factor))
-    # In a compiled graph a wider product upcasts its operands, X among them; there it is rounded to their dtype.
-    product_dtype = None if torch.compiler.is_compiling() else torch.promote_types(operand.dtype, dtype)
-    return gemm.wgrad(*fold_pair(grad, operand), dtype=product_dtype).to(dtype)
+    return gemm.wgrad(*fold_pair(grad, operand), dtype=torch.promote_types(operand.dtype, dtype)).to(dtype)

@@ -155,7 +155,10 @@ class LoraLinear(nn.Module):
         own columns of it for a sharded one.
         """
         full_shape = [*input_.shape[:-1], self.base_layer.input_size]
-        keep = torch.empty(full_shape, dtype=torch.bool, device=input_.device).bernoulli_(1 - p)
+        if torch.compiler.is_compiling():  # inductor (torch 2.13) may draw bernoulli_ after the mask is read
+            keep = torch.rand(full_shape, device=input_.device) < 1 - p
+        else:
+            keep = torch.empty(full_shape, dtype=torch.bool, device=input_.device).bernoulli_(1 - p)
         if not self.is_column:
             keep = shard_of(keep, partition_dim=keep.dim() - 1, group=self.tp_group)
         return input_ * keep
