@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_frozen.bench.commands import NAMES, run_bench
 from megatron_frozen.checkpoint.demo_model import fetch_demo_model
@@ -149,13 +150,17 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--small", action="store_true", help="tiny sizes, to try it: its times mean nothing")
     command.set_defaults(run=run_bench)
 
-    usage = "megatron-frozen run SCRIPT [ARGUMENT ...] | -m MODULE [ARGUMENT ...]"
-    text = "MEGATRON_FROZEN_PATCH=0 in the environment leaves the patch out."
-    commands.add_parser("run", help="run a script with megatron-core patched", usage=usage, description=text)
+    _add_run(commands)
 
     command = commands.add_parser("env", help="what this installation runs on")
     command.set_defaults(run=lambda _: print(facts_table(), _backends_table(), sep="\n\n"))
     return parser
+
+
+def _add_run(commands: Any) -> None:
+    usage = "megatron-frozen run SCRIPT [ARGUMENT ...] | -m MODULE [ARGUMENT ...]"
+    text = "MEGATRON_FROZEN_PATCH=0 in the environment leaves the patch out."
+    commands.add_parser("run", help="run a script with megatron-core patched", usage=usage, description=text)
 
 
 def _backends_table() -> str:
