@@ -18,6 +18,7 @@ from megatron_frozen.layers.parts import (
     new_bias,
     new_weight,
 )
+from megatron_frozen.layers.sharded_state import SavesShards
 from megatron_frozen.layers.split_parameters import (
     ParametersSplit,
     add_parts,
@@ -30,12 +31,12 @@ from megatron_frozen.layers.split_parameters import (
     repack_parts_,
 )
 from megatron_frozen.main_grad import name_parameters
-from megatron_frozen.params import KeepsMarks, set_tensor_model_parallel_attributes
+from megatron_frozen.params import set_tensor_model_parallel_attributes
 from megatron_frozen.params.shards import InitMethod
 from megatron_frozen.partition import divide
 
 
-class ColumnParallelLinear(KeepsMarks):
+class ColumnParallelLinear(SavesShards):
     """Y = X W^T + b with W cut along its output features: each rank computes its slice of Y.
 
     weight: [output_size / ranks, input_size]; bias: [output_size / ranks]. Forward takes X [s, b, input_size] (with

@@ -20,13 +20,14 @@ from megatron_frozen.layers.parts import (
     new_bias,
     new_weight,
 )
+from megatron_frozen.layers.sharded_state import SavesShards
 from megatron_frozen.main_grad import name_parameters
-from megatron_frozen.params import KeepsMarks, mark_partial_grad
+from megatron_frozen.params import mark_partial_grad
 from megatron_frozen.params.shards import InitMethod
 from megatron_frozen.partition import divide
 
 
-class RowParallelLinear(KeepsMarks):
+class RowParallelLinear(SavesShards):
     """Y = X W^T + b with W cut along its input features: each rank holds a partial sum of Y.
 
     weight: [output_size, input_size / ranks]; bias: [output_size], full on each rank and added after the sum. Forward

@@ -13,12 +13,12 @@ from megatron_frozen.comm import reduce_from_tensor_model_parallel_region, reduc
 from megatron_frozen.comm.groups import Group, chosen_group, group_rank, group_size
 from megatron_frozen.errors import ConfigError, LayoutError
 from megatron_frozen.layers.parts import drop_extra_state, new_weight
-from megatron_frozen.params import KeepsMarks
+from megatron_frozen.layers.sharded_state import SavesShards
 from megatron_frozen.params.shards import InitMethod
 from megatron_frozen.partition import divide, shard_range
 
 
-class VocabParallelEmbedding(KeepsMarks):
+class VocabParallelEmbedding(SavesShards):
     """Rows of a table [num_embeddings, embedding_dim] whose rows are cut over ranks.
 
     weight: [num_embeddings / ranks, embedding_dim]. Forward takes global ids [b, s] (int64) and returns [b, s,
@@ -30,6 +30,8 @@ class VocabParallelEmbedding(KeepsMarks):
 
     Raises ConfigError where num_embeddings does not divide by the ranks or padding_idx is out of range; LayoutError
     for ids out of range, on the CPU (on a GPU looking would stall it, and an id out of range gives zeros)."""
+
+    has_extra_state, may_be_padded = False, True
 
     def __init__(
         self,

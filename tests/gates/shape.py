@@ -19,7 +19,7 @@ MAX_PRIVATE_POSITIONAL = 3  # its few callers stand in the same file
 FOREIGN_SIGNATURES = {
     "ColumnParallelLinear.__init__", "LayerNormLinear.__init__", "Linear.__init__", "RowParallelLinear.__init__",
     "VocabParallelEmbedding.__init__",
-    "ColumnSteps.__init__", "RowSteps.__init__", "Steps.sharded_state_dict",
+    "ColumnSteps.__init__", "RowSteps.__init__", "Steps.sharded_state_dict", "SavesShards.sharded_state_dict",
     "linear_with_frozen_weight", "linear_with_grad_accumulation_and_async_allreduce",
     "linear_with_split_parameters", "drop_extra_state", "initialize_model_parallel",
     "set_tensor_model_parallel_attributes", "vocab_parallel_cross_entropy",

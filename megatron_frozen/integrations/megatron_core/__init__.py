@@ -14,6 +14,7 @@ from megatron_frozen.integrations.megatron_core.patching import is_patched as is
 from megatron_frozen.integrations.megatron_core.patching import patch as patch
 from megatron_frozen.integrations.megatron_core.patching import patched as patched
 from megatron_frozen.integrations.megatron_core.patching import unpatch as unpatch
+from megatron_frozen.integrations.megatron_core.sharded_state import sharded_state as sharded_state
 from megatron_frozen.integrations.megatron_core.specs import frozen_layer_spec as frozen_layer_spec
 from megatron_frozen.integrations.megatron_core.specs import frozen_spec_provider_class
 
