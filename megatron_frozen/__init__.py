@@ -24,6 +24,8 @@ from megatron_frozen.functional import (
 from megatron_frozen.functional import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 from megatron_frozen.gemm import wgrad_into as wgrad_into
 from megatron_frozen.layers import ColumnParallelLinear as ColumnParallelLinear
+from megatron_frozen.layers import LayerNormLinear as LayerNormLinear
+from megatron_frozen.layers import Linear as Linear
 from megatron_frozen.layers import ModelParallelConfig as ModelParallelConfig
 from megatron_frozen.layers import RowParallelLinear as RowParallelLinear
 from megatron_frozen.layers import VocabParallelEmbedding as VocabParallelEmbedding

@@ -17,20 +17,24 @@ HIDDEN, WIDE, RANK, NUM_BLOCKS = 8, 12, 4, 3
 
 
 class Block(nn.Module):
-    """A column and a row layer of one kind: "trainable", "fused", "frozen" or "lora"."""
+    """A column and a row layer of one kind: "trainable", "fused", "frozen" or "lora"; or "split", where the first part
+    of the column layer's weight is frozen."""
 
     def __init__(self, kind: str, *, sequence_parallel: bool) -> None:
         super().__init__()
         self.kind = kind
         config = ModelParallelConfig(sequence_parallel=sequence_parallel, gradient_accumulation_fusion=kind == "fused")
-        column = ColumnParallelLinear(HIDDEN, WIDE, config=config, init_method=nn.init.normal_)
+        column = ColumnParallelLinear(
+            HIDDEN, WIDE, config=config, init_method=nn.init.normal_,
+            parameters_split={"gate": 4, "up": 8} if kind == "split" else None,
+        )  # fmt: skip
         row = RowParallelLinear(
             WIDE, HIDDEN, config=config, init_method=nn.init.normal_, bias=True, input_is_parallel=True,
             skip_bias_add=False,
         )  # fmt: skip
-        for base in (column, row):
-            weight: Any = base.weight
-            weight.requires_grad = kind in ("trainable", "fused")
+        weights: list[Any] = [getattr(column, name) for name in column.weight_names] + [row.weight]
+        for i, weight in enumerate(weights):
+            weight.requires_grad = kind in ("trainable", "fused") or (kind == "split" and i > 0)
             if kind == "fused":
                 weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
         self.up: nn.Module = self._adapted(column) if kind == "lora" else column

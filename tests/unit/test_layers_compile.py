@@ -7,7 +7,7 @@ import pytest
 from megatron_frozen.testing import run_ranks
 from tests.unit.compile_ranks import compile_blocks
 
-KINDS = ["frozen", "lora", "trainable", "fused"]
+KINDS = ["frozen", "lora", "trainable", "fused", "split"]
 # Dynamo looks at .grad of a block's input.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 

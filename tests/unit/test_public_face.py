@@ -8,15 +8,16 @@ import sys
 import megatron_frozen
 
 NAMES = {
-    "CausalLM", "ColumnParallelLinear", "DecoderConfig", "LinearWithFrozenWeight", "LoraConfig", "ModelParallelConfig",
-    "RowParallelLinear", "VocabParallelEmbedding", "adapters_disabled", "apply_lora", "assert_adapters_learn",
-    "clip_grad_norm", "copy_to_tensor_model_parallel_region", "destroy_model_parallel", "fold_leading",
-    "gather_from_sequence_parallel_region", "gather_from_tensor_model_parallel_region", "get_data_parallel_group",
-    "get_tensor_model_parallel_group", "initialize_model_parallel", "linear_with_frozen_weight",
-    "linear_with_grad_accumulation_and_async_allreduce", "load_adapter", "load_hf_folder", "merge_adapter",
-    "reduce_from_tensor_model_parallel_region", "reduce_scatter_to_sequence_parallel_region", "save_adapter",
-    "save_hf_folder", "scatter_to_sequence_parallel_region", "scatter_to_tensor_model_parallel_region", "sum_grads",
-    "sum_partial_grads", "vocab_parallel_cross_entropy", "wgrad_into",
+    "CausalLM", "ColumnParallelLinear", "DecoderConfig", "LayerNormLinear", "Linear", "LinearWithFrozenWeight",
+    "LoraConfig", "ModelParallelConfig", "RowParallelLinear", "VocabParallelEmbedding", "adapters_disabled",
+    "apply_lora", "assert_adapters_learn", "clip_grad_norm", "copy_to_tensor_model_parallel_region",
+    "destroy_model_parallel", "fold_leading", "gather_from_sequence_parallel_region",
+    "gather_from_tensor_model_parallel_region", "get_data_parallel_group", "get_tensor_model_parallel_group",
+    "initialize_model_parallel", "linear_with_frozen_weight", "linear_with_grad_accumulation_and_async_allreduce",
+    "load_adapter", "load_hf_folder", "merge_adapter", "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region", "save_adapter", "save_hf_folder",
+    "scatter_to_sequence_parallel_region", "scatter_to_tensor_model_parallel_region", "sum_grads", "sum_partial_grads",
+    "vocab_parallel_cross_entropy", "wgrad_into",
 }  # fmt: skip
 
 
