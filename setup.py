@@ -9,7 +9,8 @@ from setuptools import find_packages, setup
 TRAIN = ["gguf", "jinja2", "matplotlib", "pyyaml", "tensorboard", "tokenizers", "tqdm"]
 # Any torch suits megatron-core, so this never moves the installed one.
 MEGATRON = ["megatron-core==0.16.1"]
-TEST = [*TRAIN, *MEGATRON, "hypothesis", "peft", "pytest", "pytest-timeout", "transformers"]
+ONNX = ["onnx", "onnxruntime", "onnxscript"]
+TEST = [*TRAIN, *MEGATRON, *ONNX, "hypothesis", "peft", "pytest", "pytest-timeout", "transformers"]
 DEV = [*TEST, "pyright[nodejs]", "ruff"]
 
 setup(
