@@ -56,8 +56,8 @@ class FrozenSplitWithAdapters(torch.autograd.Function):
     Wgrad: dA = dh^T X over all adapters that train it; dB_i = dY_i^T h_i; in the factors' gradients' dtypes.
     Dbias: sum of dY over all leading dims, if a bias trains.
     Collectives: none, in either direction; the one entry of X into the region covers all parts.
-    Saved: W_i, their concatenation if they do not adjoin and it is to be kept, A_i, B_i; X, once, if an A trains; h
-        (thin) if a B trains.
+    Saved: W_i, their concatenation if they do not adjoin and it is to be kept, A_i, B_i, A (thin); X, once, if an A
+        trains; h (thin) if a B trains.
     Why: apart, q, k and v read X three times each way, keep it three times, and add up three gradients of its size;
         here base and adapters meet inside the products, and each thin product that parts can share is one.
     """
@@ -70,13 +70,14 @@ class FrozenSplitWithAdapters(torch.autograd.Function):
         output_TO, kept = gemm.joined_forward(input_TI, weights, biases)
         if not (parts.keeps_concatenation or torch.compiler.is_compiling()):
             kept = None
-        h_TR = gemm.forward(input_TI, _stacked(all_A, dtype=input_.dtype))
+        A_RI = torch.cat(all_A).to(input_.dtype)  # thin, so that copying costs less than a product of each
+        h_TR = gemm.forward(input_TI, A_RI)
         columns = output_TO.split([weight.shape[0] for weight in weights], dim=1)
         for i, h_TRi, B in zip(parts.adapted, _scaled_parts(h_TR, parts, all_A), all_B, strict=True):
             gemm.add_product_(columns[i], h_TRi, B.to(input_.dtype).t())
         _, _, A_trains, B_trains = parts.sorted_out(ctx.needs_input_grad[2:])
         ctx.save_for_backward(
-            input_ if any(A_trains) else None, fold.unfold(h_TR) if any(B_trains) else None, kept, *tensors
+            input_ if any(A_trains) else None, fold.unfold(h_TR) if any(B_trains) else None, kept, A_RI, *tensors
         )
         ctx.parts = parts
         return fold.unfold_output(output_TO)
@@ -85,7 +86,7 @@ class FrozenSplitWithAdapters(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return dX and the gradients of biases, A and B; see the class."""
-        input_, h, kept, *tensors = ctx.saved_tensors
+        input_, h, kept, A_RI, *tensors = ctx.saved_tensors
         weights, biases, all_A, all_B = ctx.parts.sorted_out(tensors)
         _, bias_trains, A_trains, B_trains = ctx.parts.sorted_out(ctx.needs_input_grad[2:])
         grad_TO, fold = fold_leading(grad_output)
@@ -98,7 +99,7 @@ class FrozenSplitWithAdapters(torch.autograd.Function):
             _scaled_parts(grad_h_TR, ctx.parts, all_A)
             if ctx.needs_input_grad[0]:
                 grad_TI = gemm.joined_dgrad(grad_TO, weights, kept)
-                gemm.add_product_(grad_TI, grad_h_TR, _stacked(all_A, dtype=grad_TI.dtype))
+                gemm.add_product_(grad_TI, grad_h_TR, A_RI)
                 grad_input = fold.unfold(grad_TI)
             if any(A_trains):
                 grad_all_A = _grad_all_A(grad_h_TR, input_, fold=fold, all_A=all_A, trains=A_trains)
@@ -114,11 +115,6 @@ class FrozenSplitWithAdapters(torch.autograd.Function):
             for grad, bias, trains in zip(columns, biases, bias_trains, strict=False)  # there may be no biases
         ]
         return grad_input, None, *[None] * len(weights), *grad_biases, *grad_all_A, *grad_all_B
-
-
-def _stacked(factors: Tensors, *, dtype: torch.dtype) -> torch.Tensor:
-    """Return all A as one [R, I]. They are thin, so that copying them costs less than a product of each."""
-    return torch.cat([A.to(dtype) for A in factors]) if len(factors) > 1 else factors[0].to(dtype)
 
 
 def _scaled_parts(h_TR: torch.Tensor, parts: AdaptedParts, all_A: Tensors) -> Sequence[torch.Tensor]:

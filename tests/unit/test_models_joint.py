@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron_frozen.checkpoint.hf_folder import load_hf_folder
 from megatron_frozen.diagnostics import Recorder
 from megatron_frozen.layers import ModelParallelConfig
 from megatron_frozen.layers.joint_columns import HoldsJointColumns
@@ -21,6 +23,7 @@ from megatron_frozen.testing import assert_close_to, run_ranks
 from tests.unit.lora_toys import seeded, start_ranks
 from tests.unit.models_ranks import build_model
 from tests.unit.models_reference import random_batch, tiny_config, tiny_model, weights_of
+from tests.unit.train_job_toy import toy_model
 
 ADAPTED = {"nothing": (), "q and v": ("q_proj", "v_proj"), "all but k": ("q_proj", "v_proj", "gate_proj", "down_proj")}
 
@@ -178,6 +181,11 @@ def test_weights_made_without_memory_are_adjacent_once_they_have_some() -> None:
         )
     model.to_empty(device="cpu")
     assert are_adjacent(model)
+
+
+def test_weights_read_from_a_folder_are_adjacent(tmp_path: Path) -> None:
+    folder = toy_model(tmp_path / "base")
+    assert are_adjacent(load_hf_folder(folder, parallel=ModelParallelConfig(params_dtype=torch.bfloat16)))
 
 
 def test_weights_in_shared_memory_stay_there() -> None:
