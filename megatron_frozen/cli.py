@@ -146,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--device", choices=("cpu", "cuda"), help="cuda for gpu-check, else cpu (default)")
     command.add_argument("--repeats", type=_positive, default=15, metavar="N", help="samples of each way (default 15)")
-    command.add_argument("--only", default="", metavar="TEXT", help="of linear, the cases with this in their names")
+    command.add_argument("--only", default="", metavar="TEXT", help="of linear and growth, what has this in its name (default: all)")
     command.add_argument("--small", action="store_true", help="tiny sizes, to try it: its times mean nothing")
     command.set_defaults(run=run_bench)
 

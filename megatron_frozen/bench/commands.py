@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from megatron_frozen.bench import comm, gpt_model, gpu_check, linear, lora_step, rl_step, wgrad
+from megatron_frozen.bench import comm, gpt_model, gpu_check, growth, linear, lora_step, rl_step, wgrad
 from megatron_frozen.bench.report import write_page
 from megatron_frozen.bench.runner import BenchConfig
 from megatron_frozen.errors import MegatronFrozenError
@@ -16,6 +16,7 @@ BENCHES: dict[str, tuple[Callable[[BenchConfig], None], str]] = {
     "wgrad": (wgrad.run, "cpu"),
     "linear": (linear.run, "cpu"),
     "comm": (comm.run, "cpu"),
+    "growth": (growth.run, "cpu"),
     "lora-step": (lora_step.run, "cpu"),
     "rl-step": (rl_step.run, "cpu"),
     "gpt-model": (gpt_model.run, "cpu"),

@@ -34,7 +34,7 @@ def write_page(config: BenchConfig, *, abouts: Mapping[str, str]) -> None:
     parts = [_HEAD, _summary(found)]
     for name, rows in found.items():
         picture = config.output / f"{name}.png"
-        parts.append(_section(name, rows, about=abouts.get(name, ""), has_picture=picture.exists()))
+        parts.append(_section(name, rows, about=abouts.get(_bench(name), ""), has_picture=picture.exists()))
     page = config.output / PAGE
     with atomic_write(page) as temporary:
         temporary.write_text("\n".join(parts), encoding="utf-8")
@@ -43,7 +43,12 @@ def write_page(config: BenchConfig, *, abouts: Mapping[str, str]) -> None:
 
 def _place(name: str, abouts: Mapping[str, str]) -> tuple[int, str]:
     names = list(abouts)
-    return (names.index(name) if name in names else len(names)), name
+    return (names.index(_bench(name)) if _bench(name) in names else len(names)), name
+
+
+def _bench(stem: str) -> str:
+    """Return the name of the benchmark that wrote a file."""
+    return stem.replace("_", "-")
 
 
 def _read(path: Path) -> Rows:

@@ -7,6 +7,7 @@ from megatron_frozen.io.atomic import atomic_write as atomic_write
 from megatron_frozen.io.atomic import exclusive_lock as exclusive_lock
 from megatron_frozen.io.json_files import read_json as read_json
 from megatron_frozen.io.json_files import write_json as write_json
+from megatron_frozen.io.picture import write_panels as write_panels
 from megatron_frozen.io.picture import write_picture as write_picture
 from megatron_frozen.io.safetensors_folder import SafetensorsFolder as SafetensorsFolder
 from megatron_frozen.io.safetensors_folder import read_safetensors as read_safetensors

@@ -20,7 +20,7 @@ def fill(folder: Path) -> None:
     rows += [mark | at_most("ratio", 1.04, limit=1.05, of={"shape": "8x8"})]
     rows += [mark | at_least("gain", 2.0, limit=4, of={"shape": "8x8"})]
     write_csv(folder / "wgrad.csv", rows)
-    write_csv(folder / "another.csv", [mark | {"kind": "check", "check": "x", "outcome": "ok"}])
+    write_csv(folder / "gpu_check.csv", [mark | {"kind": "check", "check": "x", "outcome": "ok"}])
     (folder / "wgrad.png").write_bytes(b"\x89PNG")
 
 
@@ -29,21 +29,22 @@ def test_page(tmp_path: Path) -> None:
     assert main(["bench", "report", "--output", str(tmp_path)]) == 0
     page = (tmp_path / "README.md").read_text(encoding="utf-8")
     lines = page.splitlines()
-    assert [line for line in lines if line.startswith("## ")] == ["## wgrad", "## another"]
+    assert [line for line in lines if line.startswith("## ")] == ["## wgrad", "## gpu_check"]
     summary = {line.split(" | ")[0]: line for line in lines if line.startswith("| [")}
     assert "| 1 of 2 |" in summary["| [wgrad](#wgrad)"]
     mark = stamp("cpu")
     for fact in ("cpu", "torch", "python", "megatron_frozen"):
-        assert f"| {mark[fact]} |" in summary["| [another](#another)"]
+        assert f"| {mark[fact]} |" in summary["| [gpu_check](#gpu_check)"]
     assert "| 8x8 | ratio | 1.04 | at most 1.05 | yes |" in lines
     assert "| 8x8 | gain | 2 | at least 4 | no |" in lines
     assert "![wgrad](wgrad.png)" in lines
-    assert "![another](another.png)" not in lines
+    assert "![gpu_check](gpu_check.png)" not in lines
     assert "| ours\\|new | 12.3 |" in lines
     assert "| 0 | 1.00e-05 |" in lines
     assert "the first 400 of 501" in page
     assert "unused" not in page
     assert "fp32 buffer" in page  # what the benchmark's module says of itself
+    assert "One unattended run on a GPU" in page  # also of a file whose name has an underscore
     assert "Shape suffixes" not in page
 
 
