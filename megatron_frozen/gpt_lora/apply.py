@@ -81,6 +81,19 @@ def install(
         use_frozen_linear(linear)
         adapters = ProjectionAdapters(linear, config, factors={at: full_factors(at) for at in projections})
         linear.adapter = adapters.train(linear.training)
+    for path, module in model.named_modules():
+        if path.rpartition(".")[2] == "decoder" and getattr(module.config, "recompute_granularity", None) is not None:
+            module.register_forward_pre_hook(_require_input_grads, with_kwargs=True)
+
+
+def _require_input_grads(decoder: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Let the decoder's input require grad: Megatron's checkpoints run no backward where no input does, and behind a
+    frozen embedding none would, so that the adapters inside would never learn."""
+    has_adapters = any(isinstance(module, ProjectionAdapters) for module in decoder.modules())
+    states = options.get("hidden_states")
+    if states is not None and has_adapters and torch.is_grad_enabled() and not states.requires_grad:
+        options = {**options, "hidden_states": states.detach().requires_grad_()}
+    return args, options
 
 
 def named_adapters(model: nn.Module) -> dict[str, ProjectionAdapters]:

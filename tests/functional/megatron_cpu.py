@@ -27,6 +27,9 @@ class _NoTracker:
     def get_states(self) -> dict[str, Tensor]:
         return {}
 
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        assert not states
+
     def fork(self, name: str = "") -> contextlib.AbstractContextManager[str]:
         return contextlib.nullcontext(name)
 
@@ -44,6 +47,8 @@ def megatron_on_cpu(tp: int = 1, **sizes: Any) -> Iterator[None]:
         patch.setattr(random, "get_cuda_rng_tracker", lambda *_, **__: _NoTracker())
         patch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda *_, **__: _NoTracker())
         patch.setattr(tensor_parallel.layers, "get_cuda_rng_tracker", lambda *_, **__: _NoTracker())
+        patch.setattr(random, "_get_cuda_rng_state", lambda *_, **__: None)  # what recomputed layers restore
+        patch.setattr(random, "_set_cuda_rng_state", lambda *_, **__: None)
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, **sizes)
         try:
             yield

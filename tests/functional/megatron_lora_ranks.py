@@ -92,6 +92,23 @@ def _full(parameter: Any, tensor: Any) -> Tensor:
     return gather_full(twin, group=_group())
 
 
+def recomputed(rank: int, world_size: int, fields: Options) -> list[dict[str, Tensor]]:
+    """Return the gradients of all factors without and with recomputed layers, whose embedding is frozen."""
+    found = []
+    with megatron_on_cpu():
+        for overrides in ({}, fields):
+            model = build({"ours": True, "tp": 1}, **overrides)
+            gpt_lora.apply_lora(model, LoraConfig(r=4, target_modules=["gate_proj", "down_proj"]), seed=3)
+            _fill(model)
+            _loss(model).backward()
+            grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+            found.append({name: grad for name, grad in grads.items() if grad is not None})
+            assert len(found[-1]) == len(grads)
+            gpt_lora.merge_adapter(model)
+            model(*tokens()[:3], labels=None)
+    return found
+
+
 def collectives(rank: int, world_size: int, options: Options) -> list[tuple[dict[str, int], dict[str, int]]]:
     """Return the collectives of the forward and the backward of the frozen model, and of the same with adapters."""
     found = []
@@ -187,6 +204,30 @@ def resharded(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         return {
             "shapes": shapes,
             "differences": {name: (p - theirs[name]).abs().max().item() for name, p in first.named_parameters()},
+        }
+
+
+def under_ddp(rank: int, world_size: int, options: Options) -> dict[str, Tensor]:
+    """Return the full main_grads of all factors after Megatron's own DDP and finalize_model_grads."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+
+    with megatron_on_cpu(tp=options["tp"]):
+        model = adapted(options)
+        wrapped = DistributedDataParallel(
+            model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False), model
+        )
+        wrapped.zero_grad_buffer()
+        for seed in range(2):
+            _loss(wrapped, seed=seed).backward()
+        finalize_model_grads([wrapped])
+        return {
+            name: _full(parameter, parameter.main_grad)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
         }
 
 

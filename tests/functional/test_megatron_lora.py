@@ -193,3 +193,30 @@ def test_a_wrapper_like_bridges_against_one_rank(*, sp: bool) -> None:
         assert answer["losses"] == pytest.approx(alone["losses"], rel=1e-5)
         for mine, reference in zip(answer["grads"], alone["grads"], strict=True):
             torch.testing.assert_close(mine, reference, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["all-reduce", "sequence parallel"])
+def test_gradients_under_megatrons_ddp(*, sp: bool) -> None:
+    """Its finalize_model_grads sums what our marks ask for, and nothing is left for it without sequence parallelism."""
+    (alone,) = run_ranks(1, ranks.under_ddp, {"tp": 1})
+    assert len(alone) == 2 * len(PROJECTIONS)
+    for answer in run_ranks(2, ranks.under_ddp, {"tp": 2, "sp": sp}):
+        for name, grad in alone.items():
+            torch.testing.assert_close(answer[name], grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    ],
+    ids=["full", "selective"],
+)
+def test_adapters_of_recomputed_layers_learn(fields: dict[str, Any]) -> None:
+    """Megatron's checkpoints are reentrant: behind a frozen embedding they would run no backward."""
+    ((plain, again),) = run_ranks(1, ranks.recomputed, fields)
+    assert plain.keys() == again.keys()
+    for name, grad in plain.items():
+        assert grad.abs().max() > 0, name
+        torch.testing.assert_close(again[name], grad, rtol=1e-6, atol=1e-7, msg=name)
