@@ -135,20 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=lambda given: print(fetch_demo_model(given.cache_folder)))
 
-    command = commands.add_parser("bench", help="measure, and write a CSV with what it was measured on")
-    command.add_argument("name", choices=NAMES, metavar="NAME", help=", ".join(NAMES))
-    command.add_argument(
-        "--output",
-        type=Path,
-        default=Path("runs/benchmarks"),
-        metavar="FOLDER",
-        help="where CSV files and pictures go (default: runs/benchmarks)",
-    )
-    command.add_argument("--device", choices=("cpu", "cuda"), help="cuda for gpu-check, else cpu (default)")
-    command.add_argument("--repeats", type=_positive, default=15, metavar="N", help="samples of each way (default 15)")
-    command.add_argument("--only", default="", metavar="TEXT", help="of linear and growth, what has this in its name (default: all)")
-    command.add_argument("--small", action="store_true", help="tiny sizes, to try it: its times mean nothing")
-    command.set_defaults(run=run_bench)
+    _add_bench_options(commands.add_parser("bench", help="measure, and write a CSV with what it was measured on"))
 
     _add_run(commands)
 
@@ -176,6 +163,24 @@ def _backends_table() -> str:
 def _add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", required=True, metavar="FOLDER", help="a Hugging Face folder, or demo")
     command.add_argument("--dtype", choices=DTYPES, default="bf16", help="bf16 (default) or fp32")
+
+
+def _add_bench_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("name", choices=NAMES, metavar="NAME", help=", ".join(NAMES))
+    command.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs/benchmarks"),
+        metavar="FOLDER",
+        help="where CSV files and pictures go (default: runs/benchmarks)",
+    )
+    command.add_argument("--device", choices=("cpu", "cuda"), help="cuda for gpu-check, else cpu (default)")
+    command.add_argument("--repeats", type=_positive, default=15, metavar="N", help="samples of each way (default 15)")
+    command.add_argument(
+        "--only", default="", metavar="TEXT", help="of linear and growth, what has this in its name (default: all)"
+    )
+    command.add_argument("--small", action="store_true", help="tiny sizes, to try it: its times mean nothing")
+    command.set_defaults(run=run_bench)
 
 
 def _positive(text: str) -> int:
