@@ -17,6 +17,7 @@ from megatron_frozen.layers.linear import (
     set_options,
 )
 from megatron_frozen.layers.norm import layer_norm, rms_norm
+from megatron_frozen.layers.sharded_state import SavesShards
 from megatron_frozen.layers.split_parameters import (
     ParametersSplit,
     joined_bias,
@@ -24,13 +25,13 @@ from megatron_frozen.layers.split_parameters import (
     part_sizes,
     repack_parts_,
 )
-from megatron_frozen.params import KeepsMarks, mark_partial_grad
+from megatron_frozen.params import mark_partial_grad
 from megatron_frozen.params.shards import InitMethod
 
 Normalization: TypeAlias = Literal["LayerNorm", "RMSNorm"]
 
 
-class LayerNormLinear(KeepsMarks):
+class LayerNormLinear(SavesShards):
     """Y = norm(X) W^T + b: LayerNorm or RMSNorm over in_features, then what ``Linear`` does, split parameters too.
 
     Shapes: X [..., in_features], Y [..., out_features], ``layer_norm_weight`` [in_features] and, for LayerNorm,

@@ -12,6 +12,7 @@ from megatron_frozen.comm.groups import Group, chosen_group, group_size
 from megatron_frozen.errors import ConfigError
 from megatron_frozen.layers.config import ModelParallelConfig
 from megatron_frozen.layers.parts import drop_extra_state
+from megatron_frozen.layers.sharded_state import SavesShards
 from megatron_frozen.layers.split_parameters import (
     ParametersSplit,
     add_parts,
@@ -23,7 +24,7 @@ from megatron_frozen.layers.split_parameters import (
     repack_parts_,
 )
 from megatron_frozen.main_grad import name_parameters
-from megatron_frozen.params import KeepsMarks, mark_partial_grad
+from megatron_frozen.params import mark_partial_grad
 from megatron_frozen.params.shards import InitMethod
 
 ParallelMode: TypeAlias = Literal["column", "row"] | None
@@ -32,7 +33,7 @@ CUT_DIMS = {None: None, "column": 0, "row": 1}
 DEFAULT_INIT: InitMethod = partial(torch.nn.init.normal_, std=0.023)  # Transformer Engine's
 
 
-class Linear(KeepsMarks):
+class Linear(SavesShards):
     """Y = X W^T + b, with W in one parameter ``weight`` or, split, in one ``<name>_weight`` for each part.
 
     Shapes: X [..., in_features], Y [..., out_features]; a part has a weight [size, in_features] and a bias [size],

@@ -114,4 +114,7 @@ def global_shapes(rank: int, world_size: int) -> dict[str, tuple[Any, ...]]:
             4, 4, config=gpt_config(), init_method=nn.init.ones_, bias=True, input_is_parallel=True, skip_bias_add=False
         )
         shards = layer.sharded_state_dict("c.") | whole.sharded_state_dict("r.")
+        split: dict[str, Any] = {"tp_group": group, "parameters_split": {"q": 8, "k": 4}}
+        shards |= mf.LayerNormLinear(HIDDEN, WIDE, parallel_mode="column", **split).sharded_state_dict("n.")
+        shards |= mf.Linear(HIDDEN, WIDE, parallel_mode="row", **split).sharded_state_dict("l.")
         return {key: getattr(value, "global_shape", ()) for key, value in shards.items()}

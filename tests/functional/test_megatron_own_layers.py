@@ -36,6 +36,9 @@ def test_each_part_is_cut_for_itself() -> None:
         assert shapes["c.q_weight"] == (8, ranks.HIDDEN)
         assert shapes["c.k_weight"] == (4, ranks.HIDDEN)
         assert shapes["c.q_bias"] == (8,)
+        assert shapes["n.k_weight"] == shapes["l.k_weight"] == (4, ranks.HIDDEN)
+        assert shapes["n.layer_norm_weight"] == (ranks.HIDDEN,)
+        assert shapes["n.q_bias"] == shapes["l.q_bias"] == (8,)
         assert shapes["r.weight"] == (4, 4)
         assert "r._extra_state" in shapes
 

@@ -256,6 +256,26 @@ def test_layer_norm_has_fp32_statistics(dtype: str) -> None:
     assert relative_error(normalised, exact) < (4e-3 if dtype == "bf16" else 1e-5)
 
 
+@pytest.mark.parametrize("split", [None, ["q"]], ids=["no split", "one part"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_layer_of_one_part_is_a_linear(split: Any, *, frozen: bool) -> None:
+    layer: Any = Linear(7, 5, parameters_split=split, fuse_wgrad_accumulation=True)
+    weight, bias = layer.parameters()
+    weight.requires_grad = not frozen
+    weight.main_grad = torch.full(weight.shape, 7.0)
+    input_, grad = torch.randn(6, 3, 7, requires_grad=True), torch.randn(3, 6, 5).transpose(0, 1)
+    output = layer(input_)
+    output.backward(grad)
+    assert input_.grad is not None
+    assert relative_error(output, nn.functional.linear(input_, weight, bias)) < 1e-6
+    assert relative_error(input_.grad, grad @ weight.detach()) < 1e-6
+    assert relative_error(bias.grad, grad.sum((0, 1))) < 1e-6
+    wgrad = 0.0 if frozen else torch.einsum("sbo,sbi->oi", grad, input_.detach())
+    assert relative_error(weight.main_grad, 7.0 + wgrad * torch.ones(5, 7)) < 1e-6
+    assert weight.grad is None
+    assert layer.repack_()
+
+
 def test_under_fsdp2_parts_fall_apart_and_values_stay() -> None:
     for errors in run_ranks(2, under_fsdp2):
         assert max(errors.values()) < 1e-6, errors
