@@ -43,10 +43,12 @@ def megatron_on_cpu(tp: int = 1, **sizes: Any) -> Iterator[None]:
         patch.setattr(torch.cuda, "synchronize", lambda *_: None)  # before a checkpoint is written
         from megatron.core import parallel_state, tensor_parallel
         from megatron.core.tensor_parallel import random
+        from megatron.core.transformer.moe import moe_utils
 
         patch.setattr(random, "get_cuda_rng_tracker", lambda *_, **__: _NoTracker())
         patch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda *_, **__: _NoTracker())
         patch.setattr(tensor_parallel.layers, "get_cuda_rng_tracker", lambda *_, **__: _NoTracker())
+        patch.setattr(moe_utils, "te_general_gemm", None, raising=False)  # it asks after it without Transformer Engine
         patch.setattr(random, "_get_cuda_rng_state", lambda *_, **__: None)  # what recomputed layers restore
         patch.setattr(random, "_set_cuda_rng_state", lambda *_, **__: None)
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, **sizes)
@@ -112,7 +114,7 @@ def block_spec(config: Any) -> Any:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     norm: Any = SequenceParallelNorm
-    layer: Any = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer: Any = get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=config.num_moe_experts)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=norm)
 

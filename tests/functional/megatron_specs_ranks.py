@@ -44,7 +44,7 @@ def _sum_partial(model: nn.Module) -> None:
 def train(rank: int, world_size: int, options: Options) -> dict[str, Any]:
     """Run two steps of plain gradient descent; return the losses, and this rank's gradients of the second step."""
     with megatron_on_cpu(tp=options["tp"]):
-        model = build(options)
+        model = build(options, **options.get("overrides", {}))
         if options["frozen"]:
             _freeze_linears(model)
         losses = []

@@ -29,6 +29,23 @@ def test_the_swapped_model_trains_as_upstreams(*, sp: bool, tied: bool, frozen: 
     assert alone["losses"][0] != alone["losses"][1]
 
 
+@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
+def test_shared_experts_train_as_upstreams(*, frozen: bool) -> None:
+    """Routed experts stay upstream's, beside attention and shared experts of ours."""
+    overrides = {
+        "num_moe_experts": 4, "moe_router_topk": 2, "moe_shared_expert_intermediate_size": 24,
+        "moe_token_dispatcher_type": "allgather",
+    }  # fmt: skip
+    options = {"tp": 2, "sp": True, "frozen": frozen, "overrides": overrides}
+    ours = run_ranks(2, train, {**options, "ours": True})
+    theirs = run_ranks(2, train, {**options, "ours": False})
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert mine["losses"] == pytest.approx(reference["losses"], rel=1e-6)
+        assert mine["grads"].keys() == reference["grads"].keys()
+        for name, grad in reference["grads"].items():
+            torch.testing.assert_close(mine["grads"][name], grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_frozen_head_is_one_product(*, tied: bool) -> None:
     """Upstream multiplies in a batch there; the gradient that arrives below the head is the same."""
