@@ -13,6 +13,8 @@ import torch
 
 from megatron_frozen import environment
 from megatron_frozen.autograd import (
+    FrozenHeadCrossEntropy,
+    HeadPlan,
     LinearWithFrozenWeight,
     LinearWithGradAccumulationAndAsyncCommunication,
     SplitLinear,
@@ -293,16 +295,58 @@ def checked_cross_entropy(
             f"cross-entropy got logits of shape {list(vocab_parallel_logits.shape)} and targets of shape "
             f"{list(target.shape)}; give one target id for each row of logits"
         )
-    if target.dtype not in (torch.int64, torch.int32):
-        raise LayoutError(f"cross-entropy got targets of {target.dtype}; give token ids as torch.int64 or torch.int32")
+    num_vocab = vocab_parallel_logits.shape[-1] * group_size(group)
+    _check_ids(target, num_vocab=num_vocab)
     if not 0.0 <= label_smoothing < 1.0:
         raise ConfigError(f"label_smoothing is {label_smoothing}; it takes a number from 0 up to, not including, 1")
-    num_vocab = vocab_parallel_logits.shape[-1] * group_size(group)
     if label_smoothing and num_vocab == 1:
         raise ConfigError(
             f"label_smoothing is {label_smoothing} over a vocabulary of 1, which has no other id to smooth over; "
             f"set it to 0"
         )
+    return VocabParallelCrossEntropy.apply(vocab_parallel_logits, target.long(), label_smoothing, group)
+
+
+def frozen_head_cross_entropy(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    num_real_columns: int | None = None,
+    group: Group,
+    dgrad_in_fp32: bool = False,
+    output_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return ``vocab_parallel_cross_entropy`` of the logits X W^T [...] without holding them; W gets no gradient.
+
+    input [..., I], which every rank has whole and whose gradient is this rank's part of a sum; weight [V/ranks, I] of
+    the input's dtype (both are cast under autocast); target [...]. The first ``num_real_columns`` of this rank's rows
+    of W stand for ids. output_dtype is that of the logits. ``group`` None is one rank. See ``FrozenHeadCrossEntropy``.
+
+    Raises LayoutError for operands that do not fit and, on the CPU, an id out of range, ConfigError for a narrower
+    output_dtype.
+    """
+    input, weight = _cast_to_autocast(input, weight)
+    _check_operands(input, weight_shape=weight.shape, dtypes={weight.dtype})
+    if input.shape[:-1] != target.shape:
+        raise LayoutError(
+            f"cross-entropy over a frozen head got an input of shape {list(input.shape)} and targets of shape "
+            f"{list(target.shape)}; give one target id for each row of the input"
+        )
+    _check_ids(target, num_vocab=weight.shape[0] * group_size(group))
+    plan = HeadPlan(
+        group=group,
+        num_real_columns=weight.shape[0] if num_real_columns is None else num_real_columns,
+        with_dgrad=torch.is_grad_enabled() and input.requires_grad,
+        dgrad_in_fp32=dgrad_in_fp32 or environment.switch(environment.LINEAR_DGRAD_FP32),
+        logits_dtype=_output_dtype(input, output_dtype),
+    )
+    return FrozenHeadCrossEntropy.apply(input, weight, target.long(), plan)
+
+
+def _check_ids(target: torch.Tensor, *, num_vocab: int) -> None:
+    if target.dtype not in (torch.int64, torch.int32):
+        raise LayoutError(f"cross-entropy got targets of {target.dtype}; give token ids as torch.int64 or torch.int32")
     if target.device.type == "cpu" and not torch.compiler.is_compiling():
         wrong = target[((target < 0) | (target >= num_vocab)) & (target != IGNORED_TARGET)]
         if wrong.numel():
@@ -310,4 +354,3 @@ def checked_cross_entropy(
                 f"cross-entropy over a vocabulary of {num_vocab} got the target id {int(wrong[0])}; "
                 f"ids go from 0 to {num_vocab - 1}, and {IGNORED_TARGET} marks a token to ignore"
             )
-    return VocabParallelCrossEntropy.apply(vocab_parallel_logits, target.long(), label_smoothing, group)

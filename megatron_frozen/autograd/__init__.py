@@ -2,6 +2,8 @@
 
 from megatron_frozen.autograd.cross_entropy import VocabParallelCrossEntropy as VocabParallelCrossEntropy
 from megatron_frozen.autograd.frozen_linear import LinearWithFrozenWeight as LinearWithFrozenWeight
+from megatron_frozen.autograd.head_loss import FrozenHeadCrossEntropy as FrozenHeadCrossEntropy
+from megatron_frozen.autograd.head_loss import HeadPlan as HeadPlan
 from megatron_frozen.autograd.low_rank import AddLowRank as AddLowRank
 from megatron_frozen.autograd.low_rank import FrozenLinearWithAdapter as FrozenLinearWithAdapter
 from megatron_frozen.autograd.low_rank_split import AdaptedParts as AdaptedParts

@@ -52,15 +52,15 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         ctx.num_vocab, ctx.first_id = num_vocab, logits.shape[-1] * group_rank(group)
         wide = torch.promote_types(logits.dtype, torch.float32)
         own_top, own_exp, own_sum = (target.new_empty(target.shape, dtype=wide) for _ in range(3))
-        for where in _pieces(logits):
+        for where in pieces(logits):
             # Not below the lowest number, so that a rank that holds padding of -inf alone makes no NaN.
             own_top[where] = logits[where].amax(-1).to(wide).clamp_(min=torch.finfo(wide).min)
             own_exp[where] = (logits[where] - own_top[where].unsqueeze(-1)).exp_().sum(-1)
             if ctx.smoothing:
                 own_sum[where] = logits[where].sum(-1, dtype=wide)
         top, _ = all_reduce_(own_top.clone(), group=group, op="max")
-        local, is_here = _local_ids(target, logits, first_id=ctx.first_id)
-        picked = (logits.gather(-1, local).squeeze(-1) - top).masked_fill_(~is_here, 0)
+        local, is_here = local_ids(target, num_columns=logits.shape[-1], first_id=ctx.first_id)
+        picked = (logits.gather(-1, local.unsqueeze(-1)).squeeze(-1) - top).masked_fill_(~is_here, 0)
         parts = [own_exp.mul_((own_top - top).exp_()), picked]
         if ctx.smoothing:
             parts.append(own_sum - top * logits.shape[-1])
@@ -76,29 +76,29 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         """Return the logits' gradient; see the class."""
         logits, target, top, total = ctx.saved_tensors
-        local, is_here = _local_ids(target, logits, first_id=ctx.first_id)
+        local, is_here = local_ids(target, num_columns=logits.shape[-1], first_id=ctx.first_id)
         ignored = (target == IGNORED_TARGET).unsqueeze(-1)
         scale = grad_loss.unsqueeze(-1)
         at_target = is_here.unsqueeze(-1) * scale * -(1 - ctx.smoothing)
         softmax_scale = scale / total.unsqueeze(-1)
         grad = torch.empty_like(logits)
-        for where in _pieces(logits):
+        for where in pieces(logits):
             piece = (logits[where] - top[where].unsqueeze(-1)).exp_().mul_(softmax_scale[where])
             if ctx.smoothing:
                 piece.sub_(scale[where] * (ctx.smoothing / ctx.num_vocab))
-            piece.scatter_add_(-1, local[where], at_target[where])
+            piece.scatter_add_(-1, local[where].unsqueeze(-1), at_target[where])
             grad[where] = piece.masked_fill_(ignored[where], 0)
         return grad, None, None, None
 
 
-def _local_ids(target: torch.Tensor, logits: torch.Tensor, *, first_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return this rank's column of each target [..., 1], 0 where another rank holds it, and where this one does."""
+def local_ids(target: torch.Tensor, *, num_columns: int, first_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return this rank's column of each target [...], 0 where another rank holds it, and where this one does."""
     local = target - first_id
-    is_here = (local >= 0) & (local < logits.shape[-1])
-    return local.masked_fill(~is_here, 0).unsqueeze(-1), is_here
+    is_here = (local >= 0) & (local < num_columns)
+    return local.masked_fill(~is_here, 0), is_here
 
 
-def _pieces(logits: torch.Tensor) -> Iterator[Index]:
+def pieces(logits: torch.Tensor) -> Iterator[Index]:
     """Cut the leading dims into pieces of a bounded number of logits, at least one row; all at once in a compiled
     graph, which fuses.
     """

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.modules.module as torch_module
 
 from megatron_frozen import environment
 from megatron_frozen.comm import (
@@ -130,6 +131,12 @@ def split_linear(
         allreduce_dgrad_in_fp32=dgrad_sum_in_fp32(config),
         **options,
     )
+
+
+def is_watched(module: torch.nn.Module) -> bool:
+    """Return whether a hook sees each call of ``module``, so that it must be called and not be computed with others."""
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name) or getattr(torch_module, f"_global{name}") for name in names)
 
 
 def drop_extra_state(_: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:

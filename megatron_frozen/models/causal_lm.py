@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from megatron_frozen.comm import Group, chosen_group, group_rank, group_size
 from megatron_frozen.errors import LayoutError
-from megatron_frozen.functional import checked_cross_entropy
+from megatron_frozen.functional import checked_cross_entropy, frozen_head_cross_entropy
 from megatron_frozen.layers import ColumnParallelLinear, ModelParallelConfig
+from megatron_frozen.layers.parts import dgrad_in_fp32, is_watched
 from megatron_frozen.layout import fold_leading
 from megatron_frozen.main_grad import name_parameters
 from megatron_frozen.models.config import DecoderConfig, check_tensor_parallel
@@ -106,8 +107,31 @@ class CausalLM(SharesGroups):
             position_ids=position_ids,
             activation_checkpointing=self.activation_checkpointing and self.training,
         )
-        logits = self._logits(hidden)
-        return logits if labels is None else checked_cross_entropy(logits, labels, group=self.tp_group)
+        if labels is None:
+            return self._logits(hidden)
+        weight = self._frozen_head_weight()
+        if weight is None:
+            return checked_cross_entropy(self._logits(hidden), labels, group=self.tp_group)
+        return frozen_head_cross_entropy(
+            enter_tensor_parallel(hidden, parallel=self.parallel, group=self.tp_group).transpose(0, 1),
+            weight,
+            labels,
+            num_real_columns=self.num_real_columns,
+            group=self.tp_group,
+            dgrad_in_fp32=dgrad_in_fp32(self.parallel),
+            output_dtype=self.lm_head.output_dtype,
+        )
+
+    def _frozen_head_weight(self) -> Tensor | None:
+        """Return the head's weight where losses may be computed from it without calling the head for all logits, in
+        chunks of tokens: nothing of it trains in this pass, and neither an adapter nor a hook stands on it."""
+        head = self.lm_head
+        if type(head) is not ColumnParallelLinear or "forward" in vars(head) or is_watched(head):
+            return None
+        weight = self.model.embed_tokens.weight if self.config.tie_word_embeddings else head.weight
+        if type(weight) is not nn.Parameter or (weight.requires_grad and torch.is_grad_enabled()):
+            return None
+        return weight
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Return logits [b, s, V / tp] of ``hidden`` [s, b, h] as the transpose of [s, b, V / tp], as GPTModel does.
