@@ -19,18 +19,19 @@ def rotate_joint(joint: Tensor, tables: RotaryTables, *, head_dim: int, num_kv_h
 
 
 class _RotateJoint(torch.autograd.Function):
-    """Rotate the query and key heads that stand beside each other, and pass the value heads on.
+    """Rotate the query and key heads that stand beside each other, and take the value heads out.
 
     Shapes: joint [s, b, (n + 2k) d], query heads first, then key and value; cos [s, b or 1, 1, d]; sin [s, b or 1, 1,
         d/2]; results [s, b, n, d], [s, b, k, d], [s, b, k, d].
-    Forward: query and key heads rotated as one tensor (see ``rope``); value heads as a view of joint.
+    Forward: query and key heads rotated as one tensor (see ``rope``); value heads copied.
     Dgrad: the rotation turned back, written into the columns of one gradient of joint's shape and memory order, and the
         value's gradient copied beside it.
     Wgrad: none, the tables are constants.
     Dbias: none.
     Collectives: none.
     Saved: cos and sin, which all layers share; not the heads.
-    Why: the gradient of the joint product is read by one product, and concatenating its parts would copy them all.
+    Why: the gradient of the joint product is read by one product, and concatenating its parts would copy them all. The
+        value is copied, as attention keeps it, and a view would keep the query and key of before the rotation too.
     """
 
     @staticmethod
@@ -42,7 +43,7 @@ class _RotateJoint(torch.autograd.Function):
         heads = joint.unflatten(-1, (-1, head_dim))
         num_heads = heads.shape[2] - 2 * num_kv_heads
         query, key = rotated(heads[:, :, :-num_kv_heads], cos, sin).split([num_heads, num_kv_heads], dim=2)
-        return query, key, heads[:, :, -num_kv_heads:]
+        return query, key, heads[:, :, -num_kv_heads:].clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -126,6 +126,9 @@ def test_adapters_of_one_input_share_their_thin_products_and_their_copy_of_it() 
     assert backward.count("aten.mm") == 2 * (4 + 4 + 2 * 7) + 1 - first_dgrad
     widths = Counter(tensor.shape[-1] for tensor in saved if tensor.dim() == 3 and tensor.shape[0] == 12)
     assert widths[96] == 2  # gate and up of each layer, once, and nothing of silu(gate)
+    assert (
+        max(tensor.untyped_storage().nbytes() for tensor in saved if tensor.shape[-1] == 8) == 12 * 2 * (4 + 2) * 8 * 4
+    )
 
 
 def test_hooks_on_a_projection_see_its_call_and_change_its_output() -> None:
