@@ -206,6 +206,54 @@ def test_upstream_multiplies_in_batches_and_loses_the_bias_gradient() -> None:
     assert found["db"] is None
 
 
+@pytest.mark.parametrize("trains", [False, True], ids=["frozen", "trainable"])
+def test_a_graph_that_is_older_than_the_patch_ends_as_it_began(*, trains: bool) -> None:
+    X, W, b = operands()
+    W.requires_grad_(trains)
+    dY = torch.randn(6, 3, 5)
+    never_patched = run(X, W, b, dY)
+    Y = multiply(X, W, b)
+    with integration.patched():
+        Y.backward(dY)
+    for name, grad in {"dX": X.grad, "dW": W.grad, "db": b.grad}.items():
+        expected = never_patched[name]
+        assert (grad is None) == (expected is None), name
+        assert grad is None or torch.equal(grad, expected), name
+
+
+@torch.inference_mode()
+def test_patching_works_where_gradients_are_off() -> None:
+    with integration.patched() as report:
+        assert len(report.replaced) == 6
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("trains", [False, True], ids=["frozen", "trainable"])
+def test_patched_products_compile(backend: str, *, trains: bool) -> None:
+    """As upstream's do, into one graph, with the fused write in it."""
+    X, W, b = operands()
+    weight: Any = nn.Parameter(W, requires_grad=trains)
+    dY = torch.randn(3, 6, 5).transpose(0, 1)
+
+    def linear(X: Tensor) -> Tensor:
+        return multiply(X, weight, b, fusion=True)
+
+    found = []
+    torch._dynamo.reset()
+    with integration.patched():
+        for function in (linear, torch.compile(linear, backend=backend, fullgraph=True)):
+            weight.main_grad = torch.zeros(5, 7)
+            X.grad = b.grad = None
+            function(X).backward(dY)
+            assert X.grad is not None
+            assert b.grad is not None
+            found.append((X.grad, b.grad, weight.main_grad))
+    torch._dynamo.reset()
+    for eager, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, eager)
+    assert bool(weight.main_grad.any()) == trains
+
+
 def test_a_frozen_bias_gets_nothing() -> None:
     X, W, b = operands()
     with integration.patched():

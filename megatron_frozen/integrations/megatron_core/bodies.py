@@ -37,12 +37,13 @@ def names_of(forward: Body) -> tuple[str, ...]:
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
-def frozen_pair(forward: Body, _: Body) -> Pair:
+def frozen_pair(forward: Body, backward: Body) -> Pair:
     """Return our frozen linear for a class whose products run as batched ones; upstream has gathered X already."""
     names = names_of(forward)
 
     def patched_forward(ctx: Any, *values: Any) -> torch.Tensor:
         given = dict(zip(names, values, strict=True))
+        ctx.is_ours = True
         input_, weight, bias, late_bias = _operands(given["input"], given["weight"], given["bias"])
         group, allreduce, gathers = _collectives(given["tp_group"], allreduce=given["allreduce_dgrad"], scatter=False)
         output = _FROZEN_FORWARD(
@@ -51,6 +52,8 @@ def frozen_pair(forward: Body, _: Body) -> Pair:
         return output if late_bias is None else output + late_bias
 
     def patched_backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if not _is_ours(ctx):
+            return backward(ctx, grad_output)
         return _FROZEN_BACKWARD(ctx, grad_output)[: len(names)]
 
     return patched_forward, patched_backward
@@ -89,8 +92,8 @@ def trainable_pair(forward: Body, backward: Body) -> Pair:
 
     def patched_forward(ctx: Any, *values: Any) -> torch.Tensor:
         given = dict(zip(names, values, strict=True))
-        ctx.is_upstreams = given.get("gtp_remat_size", 1) > 1
-        if ctx.is_upstreams:
+        ctx.is_ours = given.get("gtp_remat_size", 1) == 1
+        if not ctx.is_ours:
             return forward(ctx, *values)
         weight, is_fused = given["weight"], given["gradient_accumulation_fusion"]
         check_product(weight, is_put_off=given["grad_output_buffer"] is not None)
@@ -109,7 +112,7 @@ def trainable_pair(forward: Body, backward: Body) -> Pair:
         return output if late_bias is None else output + late_bias
 
     def patched_backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if ctx.is_upstreams:
+        if not _is_ours(ctx):
             return backward(ctx, grad_output)
         grad_input, grad_weight, *others = _TRAINABLE_BACKWARD(ctx, grad_output)[: len(names)]
         if grad_weight is None and ctx.weight is not None and _is_put_off(ctx, grad_output):
@@ -117,6 +120,11 @@ def trainable_pair(forward: Body, backward: Body) -> Pair:
         return grad_input, grad_weight, *others
 
     return patched_forward, patched_backward
+
+
+def _is_ours(ctx: Any) -> bool:
+    """Return whether our forward filled this context; upstream's did where the graph is older than the patch."""
+    return getattr(ctx, "is_ours", False)
 
 
 def _is_put_off(ctx: Any, grad_output: torch.Tensor) -> bool:

@@ -24,7 +24,7 @@ def probe_frozen(function: Any, *, num_extras: int) -> FrozenFacts:
 
     function: the autograd class; num_extras: how many those are. No collectives; random state stays untouched.
     """
-    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+    with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         input_, grad = (torch.ones(3, 4, size, device="cpu").transpose(0, 1) for size in (2, 5))
         weight, bias = torch.ones(5, 2, device="cpu"), torch.zeros(5, device="cpu")
         input_.requires_grad_()
