@@ -1,4 +1,4 @@
-"""Grouped-query attention over this rank's heads, document by document.
+"""Grouped-query attention over this rank's heads: projections, rotary positions, output.
 
 Shape suffixes: [s] sequence, [b] batch, [h] hidden, [n] query heads and [k] key and value heads of this rank, [d] head
 dim.
@@ -9,13 +9,13 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_frozen.comm import Group, group_size
 from megatron_frozen.layers import ColumnParallelLinear, ModelParallelConfig, RowParallelLinear
 from megatron_frozen.layers.joint_columns import HoldsJointColumns
 from megatron_frozen.layers.norm import RMSNorm
+from megatron_frozen.models.attend import attend
 from megatron_frozen.models.config import DecoderConfig
 from megatron_frozen.models.documents import AttentionPlan
 from megatron_frozen.models.entry import column_config, enter_tensor_parallel
@@ -78,7 +78,7 @@ class Attention(HoldsJointColumns):
         """Attend within each document of ``plan``; see the class for shapes."""
         entered = enter_tensor_parallel(hidden, parallel=self.parallel, group=self.tp_group)
         query, key, value = self._heads(entered, tables)
-        return self.o_proj(_attend(query, key, value, plan=plan, window=self.window))[0]
+        return self.o_proj(attend(query, key, value, plan=plan, window=self.window))[0]
 
     def _heads(self, entered: Tensor, tables: RotaryTables) -> tuple[Tensor, ...]:
         """Return query [s, b, n, d] and key [s, b, k, d], normalised and rotated, and value [s, b, k, d]."""
@@ -95,41 +95,3 @@ class Attention(HoldsJointColumns):
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         return rotate(query, tables), rotate(key, tables), value
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, *, plan: AttentionPlan, window: int | None) -> Tensor:
-    """Return the context [s, b, n d] of query [s, b, n, d] over key and value [s, b, k, d].
-
-    Each document is one call, so no score between documents is computed and no mask needed. Splitting and joining are
-    one copy each way at most, and none for a batch of whole rows: the result lies in memory as [b, s, n d], which the
-    output projection folds as it is.
-    """
-    seq_length, num_rows = query.shape[:2]
-    if plan.lengths is None:
-        rows = _attend_one(*(heads.transpose(0, 1) for heads in (query, key, value)), plan=plan, window=window)
-    else:
-        documents = (
-            heads.transpose(0, 1).flatten(0, 1).unsqueeze(0).split_with_sizes(list(plan.lengths), dim=1)
-            for heads in (query, key, value)
-        )
-        rows = torch.cat(
-            [_attend_one(*parts, plan=plan, window=window) for parts in zip(*documents, strict=True)], dim=1
-        )
-    return rows.reshape(num_rows, seq_length, -1).transpose(0, 1)
-
-
-def _attend_one(query: Tensor, key: Tensor, value: Tensor, *, plan: AttentionPlan, window: int | None) -> Tensor:
-    """Return the context [b, s, n, d] of one document per row: query [b, s, n, d], key and value [b, s, k, d]."""
-    mask = plan.mask(window=window, length=query.shape[1])
-    num_groups = query.shape[2] // key.shape[2]
-    if mask is not None and num_groups > 1:  # a mask and shared keys together leave a GPU without a fused kernel
-        key, value = (heads.repeat_interleave(num_groups, dim=2) for heads in (key, value))
-    context = F.scaled_dot_product_attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=mask is None,
-        enable_gqa=query.shape[2] != key.shape[2],
-    )
-    return context.transpose(1, 2)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ class AttentionPlan:
     """Lengths of all documents, row after row; None where each row is one document."""
     longest: int
     """The longest document."""
+    bounds: Tensor
+    """Where documents begin among the tokens of all rows, and where the last one ends: int64 on the CPU. A compiled
+    graph reads them here, as it would be made anew for other ``lengths``."""
     masks: dict[int, Tensor]
     """Per window that is shorter than the longest document: which keys [longest] a query [longest] sees."""
 
@@ -32,6 +36,10 @@ class AttentionPlan:
         if window is None or window >= length:
             return None
         return self.masks[window][:length, :length]
+
+    def longest_mask(self, window: int | None) -> Tensor | None:
+        """Return the mask of the longest document, or None where no document is longer than the window."""
+        return None if window is None else self.masks.get(window)
 
 
 def plan_attention(
@@ -48,15 +56,15 @@ def plan_attention(
     """
     lengths = _flat_lengths(document_lengths, num_rows=num_rows, seq_length=seq_length)
     longest = seq_length if lengths is None else max(lengths)
+    bounds = torch.tensor([0, *accumulate(lengths or [seq_length] * num_rows)], device="cpu")
     narrow = {window for window in windows if window is not None and window < longest}
     if not narrow:
-        return AttentionPlan(lengths=lengths, longest=longest, masks={})
+        return AttentionPlan(lengths=lengths, longest=longest, bounds=bounds, masks={})
     places = torch.arange(longest, device=device)
     distance = places[:, None] - places
     causal = distance >= 0
-    return AttentionPlan(
-        lengths=lengths, longest=longest, masks={window: causal & (distance < window) for window in narrow}
-    )
+    masks = {window: causal & (distance < window) for window in narrow}
+    return AttentionPlan(lengths=lengths, longest=longest, bounds=bounds, masks=masks)
 
 
 def document_positions(plan: AttentionPlan, *, num_rows: int, seq_length: int, device: torch.device) -> Tensor:
