@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_frozen.gemm.request import Product, Request, oriented
+from megatron_frozen.gemm.request import Product, Request, result_shape
 from megatron_frozen.gemm.select import multiply
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -39,12 +39,16 @@ def _widened(
 ) -> torch.Tensor:
     """Return the product in a wider ``dtype`` than its operands', by the chosen backend, with no copy in that dtype.
 
-    A compiled graph can hold no call by address, so there the operands are upcast.
+    A compiled graph can hold no call by address, so there it calls the operator below.
     """
     if torch.compiler.is_compiling():
-        A, B = oriented(product, left, right)
-        wide = _mm(A.to(dtype), B.to(dtype))
-        return wide if bias is None else wide + bias
+        return widened_product(left, right, bias, product.value, dtype)
+    return _multiplied(product, left, right, dtype=dtype, bias=bias)
+
+
+def _multiplied(
+    product: Product, left: torch.Tensor, right: torch.Tensor, *, dtype: torch.dtype, bias: torch.Tensor | None
+) -> torch.Tensor:
     request = Request(
         product=product,
         device_type=left.device.type,
@@ -53,6 +57,23 @@ def _widened(
         with_bias=bias is not None,
     )
     return multiply(request, left, right, bias=bias)[0]
+
+
+@torch.library.custom_op("megatron_frozen::widened_product", mutates_args=())
+def widened_product(
+    left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, layout: str, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the product that the ``Product`` of value ``layout`` names, in ``dtype``: what eager code computes, hidden
+    from a graph, which would upcast the operands. Not differentiable. No collectives."""
+    return _multiplied(Product(layout), left, right, dtype=dtype, bias=bias)
+
+
+@widened_product.register_fake
+def _(
+    left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, layout: str, dtype: torch.dtype
+) -> torch.Tensor:
+    del bias
+    return left.new_empty(result_shape(Product(layout), left, right), dtype=dtype)
 
 
 def forward(

@@ -7,6 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from megatron_frozen import gemm
+from megatron_frozen.gemm.products import widened_product
+from megatron_frozen.gemm.request import Product
 from megatron_frozen.testing import relative_error
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -88,3 +90,24 @@ def test_transposed_operands_give_the_same_product() -> None:
     assert relative_error(gemm.forward(columns[0], columns[1]), x.double() @ weight.double().t()) < 1e-6
     assert relative_error(gemm.dgrad(columns[2], columns[1]), grad.double() @ weight.double()) < 1e-6
     assert relative_error(gemm.wgrad(columns[2], columns[0]), grad.double().t() @ x.double()) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_compiled_product_into_fp32_is_the_eager_one(dtype: torch.dtype) -> None:
+    """As an operator: upcast operands would be copies, and operands' dtype a rounding."""
+    x, weight, bias, grad = operands(dtype)
+
+    def products() -> list[torch.Tensor]:
+        return [
+            gemm.forward(x, weight, bias, dtype=torch.float32),
+            gemm.dgrad(grad, weight, in_fp32=True),
+            gemm.wgrad(grad, x, dtype=torch.float32),
+        ]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(products, fullgraph=True, backend="aot_eager")()
+    torch._dynamo.reset()
+    for ours, eager in zip(compiled, products(), strict=True):
+        assert ours.dtype == torch.float32
+        assert torch.equal(ours, eager)
+    torch.library.opcheck(widened_product, (grad, x, None, Product.WGRAD.value, torch.float32))
