@@ -82,8 +82,8 @@ def install(
         adapters = ProjectionAdapters(linear, config, factors={at: full_factors(at) for at in projections})
         linear.adapter = adapters.train(linear.training)
     for path, module in model.named_modules():
-        config = getattr(module, "config", None)
-        if path.rpartition(".")[2] == "decoder" and getattr(config, "recompute_granularity", None) is not None:
+        recomputes = getattr(getattr(module, "config", None), "recompute_granularity", None) is not None
+        if recomputes and path.rpartition(".")[2] == "decoder":
             module.register_forward_pre_hook(_require_input_grads, with_kwargs=True)
 
 
