@@ -43,11 +43,12 @@ def unsupported(request: Request) -> str | None:
         return "the kernel runs on the CPU"
     if request.operand_dtype != torch.bfloat16 or request.output_dtype != torch.float32:
         return "it multiplies bfloat16 operands into float32 only"
-    return _absent()
+    return absent()
 
 
 @lru_cache(maxsize=1)
-def _absent() -> str | None:
+def absent() -> str | None:
+    """Return why this machine's CPU, or this torch, has no such kernel; None if it has one that multiplies right."""
     if not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
         return "this CPU has neither AVX512-BF16 nor AMX"
     functions = [symbol(_BLOCK_NAME, *_ARGUMENTS), symbol(_RELEASE_NAME, _BOOL)]
@@ -118,25 +119,25 @@ def _by_rows(A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, *, room: torch
 
     def multiply(rows: slice) -> None:
         own = A[rows] if _is_row_major(A) else _pack_rows(A[rows], _apart(A[rows]))
-        _blocks(own, panels, out[rows], adds=adds)
+        multiply_panels(own, panels, out[rows], adds=adds)
 
     panels = room[: B.numel()].view(B.shape[1], B.shape[0])
-    _on_threads(lambda columns: _pack_columns(B[:, columns], panels[columns]), _cuts(B.shape[1], limit=BLOCK_N))
-    _on_threads(multiply, _cuts(A.shape[0], limit=BLOCK_M))
+    on_threads(lambda columns: pack_columns(B[:, columns], panels[columns]), _cuts(B.shape[1], limit=BLOCK_N))
+    on_threads(multiply, _cuts(A.shape[0], limit=BLOCK_M))
 
 
 def _by_columns(A: torch.Tensor, B: torch.Tensor, out: torch.Tensor, *, room: torch.Tensor, adds: bool) -> None:
     """Pack all of A if need be, then multiply blocks of columns, each packed by its thread."""
 
     def multiply(columns: slice) -> None:
-        own = _pack_columns(B[:, columns], B.new_empty(B[:, columns].t().shape))
-        _blocks(rows_MK, own, out[:, columns], adds=adds)
+        own = pack_columns(B[:, columns], B.new_empty(B[:, columns].t().shape))
+        multiply_panels(rows_MK, own, out[:, columns], adds=adds)
 
     rows_MK = A
     if not _is_row_major(A):
         rows_MK = _apart(A, room)
-        _on_threads(lambda rows: _pack_rows(A[rows], rows_MK[rows]), _cuts(A.shape[0], limit=BLOCK_M))
-    _on_threads(multiply, _cuts(B.shape[1], limit=BLOCK_N))
+        on_threads(lambda rows: _pack_rows(A[rows], rows_MK[rows]), _cuts(A.shape[0], limit=BLOCK_M))
+    on_threads(multiply, _cuts(B.shape[1], limit=BLOCK_N))
 
 
 def _apart(matrix: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
@@ -159,7 +160,7 @@ def _pack_rows(A: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
     return into
 
 
-def _pack_columns(B: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+def pack_columns(B: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
     """Write B[K, N] into a dense [N, K] as panels [K / 2, PANEL, 2], the last one maybe narrower."""
     K, N = B.shape
     transpose, transpose_pairs = (symbol(name, *_TRANSPOSE_ARGUMENTS) for name in _TRANSPOSE_NAMES)
@@ -175,7 +176,7 @@ def _pack_columns(B: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
     return into
 
 
-def _blocks(A: torch.Tensor, panels: torch.Tensor, out: torch.Tensor, *, adds: bool) -> None:
+def multiply_panels(A: torch.Tensor, panels: torch.Tensor, out: torch.Tensor, *, adds: bool = False) -> None:
     """Multiply A[M, K] by packed panels [N, K] block by block, and give the thread's tile registers back."""
     block, release = symbol(_BLOCK_NAME, *_ARGUMENTS), symbol(_RELEASE_NAME, _BOOL)
     (M, K), N = A.shape, panels.shape[0]
@@ -199,7 +200,7 @@ def _cuts(size: int, *, limit: int) -> list[slice]:
     return [slice(start, min(start + block, size)) for start in range(0, size, block)]
 
 
-def _on_threads(work: Callable[[slice], object], cuts: list[slice]) -> None:
+def on_threads(work: Callable[[slice], object], cuts: list[slice]) -> None:
     """Do the work for each cut on torch's own threads, which may still be spinning after their last operation and would
     take the processors from any others; on this one where they are not GNU OpenMP's, or compatible."""
     rest, errors, finished = iter(cuts), [], set()

@@ -14,6 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_frozen.autograd.causal_attention import (
+    CausalAttention,
+    causal_attention_unsupported,
+    causal_backward,
+    causal_forward,
+)
 from megatron_frozen.models.documents import AttentionPlan
 
 
@@ -64,6 +70,8 @@ def _attend_under_mask(heads: list[Tensor], *, plan: AttentionPlan, window: int 
 
 def _attend_one(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None) -> Tensor:
     """Return the context [b, s, n, d] of one document per row: query [b, s, n, d], key and value [b, s, k, d]."""
+    if mask is None and causal_attention_unsupported(query.transpose(1, 2), key.transpose(1, 2)) is None:
+        return CausalAttention.apply(*(heads.transpose(1, 2) for heads in (query, key, value))).transpose(1, 2)
     num_groups = query.shape[2] // key.shape[2]
     if mask is not None and num_groups > 1:  # a mask and shared keys together leave a GPU without a fused kernel
         key, value = (heads.repeat_interleave(num_groups, dim=2) for heads in (key, value))
@@ -89,8 +97,12 @@ def attend_documents(
     """
     context, logsumexp = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=_wide(query))
     for group in _groups(bounds, mask, window=window):
+        heads = [group.of(part).transpose(1, 2) for part in (query, key, value)]
+        if group.takes_blocks(*heads[:2]):
+            group.of(context).copy_(causal_forward(*heads).transpose(1, 2))
+            continue
         found, roots = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *(group.of(part).transpose(1, 2) for part in (query, key, value)),
+            *heads,
             0.0,
             group.mask is None,
             attn_mask=_added(group.mask, query),
@@ -108,31 +120,39 @@ def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("megatron_frozen::attend_documents_backward", mutates_args=())
 def attend_documents_backward(
     grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    heads: list[Tensor],
     context: Tensor,
     logsumexp: Tensor,
     bounds: Tensor,
     mask: Tensor | None,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value from that of the context [T, n, d]."""
-    grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    """Return the gradients of query, key and value, the ``heads``, from that of the context [T, n, d]."""
+    grads = _like(heads)
     for group in _groups(bounds, mask, window=window):
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(group.of(part).transpose(1, 2) for part in (grad, query, key, value, context, logsumexp)),
-            0.0,
-            group.mask is None,
-            attn_mask=_added(group.mask, query),
-        )
+        heads = [group.of(part).transpose(1, 2) for part in (grad, query, key, value)]
+        if group.takes_blocks(*heads[1:3]):
+            found = causal_backward(*heads)
+        else:
+            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *heads,
+                *(group.of(part).transpose(1, 2) for part in (context, logsumexp)),
+                0.0,
+                group.mask is None,
+                attn_mask=_added(group.mask, query),
+            )
         for whole, part in zip(grads, found, strict=True):
             group.of(whole).copy_(part.transpose(1, 2))
     return grads
 
 
 @attend_documents_backward.register_fake
-def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, heads: list[Tensor], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(heads)
+
+
+def _like(heads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = heads
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
@@ -142,7 +162,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return *attend_documents_backward(grad.contiguous(), *ctx.saved_tensors, ctx.window), None, None, None
+    query, key, value, *others = ctx.saved_tensors
+    found = attend_documents_backward(grad.contiguous(), [query, key, value], *others, ctx.window)
+    return *found, None, None, None
 
 
 attend_documents.register_autograd(_differentiate, setup_context=_keep)
@@ -158,6 +180,10 @@ class _Group(NamedTuple):
     def of(self, tokens: Tensor) -> Tensor:
         """Return these documents' part of [T, ...] as [documents, length, ...], a view."""
         return tokens[self.tokens].unflatten(0, (self.num_documents, -1))
+
+    def takes_blocks(self, query: Tensor, key: Tensor) -> bool:
+        """Return whether our own kernel attends to these documents, both ways."""
+        return self.mask is None and causal_attention_unsupported(query, key) is None
 
 
 def _groups(bounds: Tensor, mask: Tensor | None, *, window: int) -> Iterator[_Group]:

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from megatron_frozen.gemm import brgemm
-from megatron_frozen.gemm.brgemm import _cuts, _on_threads
+from megatron_frozen.gemm.brgemm import _cuts, on_threads
 
 CUTS = [slice(start, start + 1) for start in range(8)]
 
@@ -34,7 +34,7 @@ def test_each_cut_is_worked_on_once_and_by_two_threads() -> None:
         workers.add(threading.get_ident())
         done.append(cut.start)
 
-    _on_threads(work, CUTS)
+    on_threads(work, CUTS)
     assert sorted(done) == list(range(8))
     assert len(workers) == (1 if brgemm.symbol("GOMP_parallel") is None else 2)
 
@@ -46,7 +46,7 @@ def test_an_error_in_a_thread_is_raised_by_the_caller() -> None:
             raise MemoryError("no room")
 
     with pytest.raises(MemoryError, match="no room"):
-        _on_threads(work, CUTS)
+        on_threads(work, CUTS)
 
 
 @pytest.mark.filterwarnings("ignore:Exception ignored on calling ctypes callback")  # what ctypes prints as it drops one
@@ -66,7 +66,7 @@ def test_no_interruption_is_lost() -> None:
             try:
                 signal.setitimer(signal.ITIMER_REAL, 0.001 * (attempt % 5 + 1))
                 while num_handled == attempt:
-                    _on_threads(lambda _: torch.mm(matrix, matrix), CUTS)
+                    on_threads(lambda _: torch.mm(matrix, matrix), CUTS)
             except KeyboardInterrupt:
                 num_raised += 1
     finally:
@@ -79,20 +79,20 @@ def test_no_interruption_is_lost() -> None:
 def test_without_torchs_threads_the_caller_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(brgemm, "symbol", lambda *_: None)
     done: list[tuple[int, int]] = []
-    _on_threads(lambda cut: done.append((cut.start, threading.get_ident())), CUTS)
+    on_threads(lambda cut: done.append((cut.start, threading.get_ident())), CUTS)
     assert done == [(start, threading.get_ident()) for start in range(8)]
 
 
 @pytest.mark.parametrize("surroundings", ["float64", "bfloat16", "device", "fake"])
 def test_the_trial_does_not_depend_on_where_it_first_happens(surroundings: str) -> None:
     """A trial in another dtype or at an address of nothing crashed, or turned the backend off for good."""
-    expected = brgemm._absent()
+    expected = brgemm.absent()
     dtype = torch.get_default_dtype()
     mode = {"device": torch.device("meta"), "fake": FakeTensorMode()}.get(surroundings, contextlib.nullcontext())
     try:
         torch.set_default_dtype(getattr(torch, surroundings, dtype) if "float" in surroundings else dtype)
         with mode:
-            assert brgemm._absent.__wrapped__() == expected
+            assert brgemm.absent.__wrapped__() == expected
     finally:
         torch.set_default_dtype(dtype)
 

@@ -1,0 +1,116 @@
+"""Causal attention in blocks: values against fp64, layouts, what it leaves to torch, memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_frozen import gemm
+from megatron_frozen.autograd.causal_attention import (
+    MIN_LENGTH,
+    CausalAttention,
+    causal_attention_unsupported,
+)
+from megatron_frozen.diagnostics import Recorder
+from megatron_frozen.testing import relative_error
+
+SHAPES = [(1, 3, 1, 256, 16), (2, 4, 4, 300, 48), (2, 6, 2, 513, 64), (1, 2, 1, 384, 80)]
+needs_kernel = pytest.mark.skipif(
+    gemm.wide_unsupported() is not None, reason=f"the block kernel: {gemm.wide_unsupported()}"
+)
+
+
+def heads(shape: tuple[int, ...], *, sequence_first: bool = True) -> tuple[Tensor, ...]:
+    """Q, K, V and dC; in the decoder's memory order, [b, s, n, d], or dense as they are."""
+    b, n, k, s, d = shape
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for count in (n, k, k, n):
+        size = (b, s, count, d) if sequence_first else (b, count, s, d)
+        tensor = (2 * torch.randn(size, generator=generator)).bfloat16()
+        made.append(tensor.transpose(1, 2) if sequence_first else tensor)
+    return tuple(made)
+
+
+def with_gradients(function, *given: Tensor, grad: Tensor) -> list[Tensor]:
+    leaves = [tensor.detach().requires_grad_() for tensor in given]
+    context = function(*leaves)
+    context.backward(grad.to(context.dtype))
+    gradients = [leaf.grad for leaf in leaves]
+    return [context.detach(), *(gradient for gradient in gradients if gradient is not None)]
+
+
+def torch_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+@needs_kernel
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("sequence_first", [True, False])
+def test_values_are_no_further_from_fp64_than_torchs(shape: tuple[int, ...], sequence_first: bool) -> None:  # noqa: FBT001
+    *given, grad = heads(shape, sequence_first=sequence_first)
+    exact = with_gradients(torch_attention, *(tensor.double() for tensor in given), grad=grad.double())
+    theirs = with_gradients(torch_attention, *given, grad=grad)
+    ours = with_gradients(CausalAttention.apply, *given, grad=grad)
+    assert len(ours) == 4
+    for name, value, other, reference in zip(("C", "dQ", "dK", "dV"), ours, theirs, exact, strict=True):
+        assert value.shape == reference.shape
+        # P and the context are rounded to bf16 each; torch rounds the gradients of shared keys once more.
+        assert relative_error(value, reference) < max(1.4 * relative_error(other, reference), 3e-3), name
+
+
+@needs_kernel
+def test_a_later_token_changes_nothing_before_it() -> None:
+    query, key, value, _ = heads(SHAPES[2])
+    before = CausalAttention.apply(query, key, value)
+    for tensor in (query, key, value):
+        tensor[:, :, 400:] = 7.0
+    after = CausalAttention.apply(query, key, value)
+    assert torch.equal(before[:, :, :400], after[:, :, :400])
+    assert not torch.equal(before[:, :, 400:], after[:, :, 400:])
+
+
+@needs_kernel
+def test_expanded_gradients_and_inputs_from_one_buffer() -> None:
+    shape = SHAPES[1]
+    b, n, k, s, d = shape
+    joint = torch.randn(b, s, (n + 2 * k) * d).bfloat16()
+    parts = [part.unflatten(-1, (-1, d)).transpose(1, 2) for part in joint.split([n * d, k * d, k * d], dim=-1)]
+    grad = torch.ones(()).bfloat16().expand(b, n, s, d)
+    exact = with_gradients(torch_attention, *(part.double() for part in parts), grad=grad)
+    for value, reference in zip(with_gradients(CausalAttention.apply, *parts, grad=grad), exact, strict=True):
+        assert relative_error(value, reference) < 2e-2  # the gradient of a sum over tokens cancels
+
+
+@needs_kernel
+def test_no_scores_of_the_whole_sequence_are_held() -> None:
+    b, n, k, s, d = 1, 2, 1, 2048, 16
+    *given, grad = heads((b, n, k, s, d))
+    leaves = [tensor.requires_grad_() for tensor in given]
+    with Recorder() as seen:
+        CausalAttention.apply(*leaves).backward(grad)
+    whole = n * s * s * 2  # bytes of all scores in bf16
+    assert max(operation.written_bytes for operation in seen.operations) < whole / 2
+
+
+def test_what_is_left_to_torch() -> None:
+    query, key, _, _ = heads((1, 2, 1, MIN_LENGTH, 16))
+    assert causal_attention_unsupported(query.float(), key.float()) == "it is for bf16 tensors on a CPU"
+    short = causal_attention_unsupported(query[:, :, : MIN_LENGTH - 1], key[:, :, : MIN_LENGTH - 1])
+    assert short == f"it is for {MIN_LENGTH} tokens or more, each a query and a key, and an even head dim"
+    assert causal_attention_unsupported(query, key[:, :, 1:]) == short
+    assert causal_attention_unsupported(query[..., :15], key[..., :15]) == short
+    expected = "torch's own kernel is fast with AMX" if torch.cpu._is_amx_tile_supported() else gemm.wide_unsupported()
+    assert causal_attention_unsupported(query, key) == expected
+
+
+@needs_kernel
+def test_packed_operands_serve_products_of_their_first_rows() -> None:
+    left, right = torch.randn(3, 40, 18).bfloat16(), torch.randn(3, 300, 18).bfloat16()
+    panels = gemm.packed(right)
+    for num_columns in (128, 256, 300):
+        found = gemm.batched_wide(left, panels, num_columns=num_columns)
+        exact = left.double() @ right[:, :num_columns].double().transpose(1, 2)
+        assert relative_error(found, exact) < 1e-6
