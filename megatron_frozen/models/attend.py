@@ -130,16 +130,16 @@ def attend_documents_backward(
     """Return the gradients of query, key and value, the ``heads``, from that of the context [T, n, d]."""
     grads = _like(heads)
     for group in _groups(bounds, mask, window=window):
-        heads = [group.of(part).transpose(1, 2) for part in (grad, query, key, value)]
-        if group.takes_blocks(*heads[1:3]):
-            found = causal_backward(*heads)
+        own = [group.of(part).transpose(1, 2) for part in (grad, *heads)]
+        if group.takes_blocks(*own[1:3]):
+            found = causal_backward(*own)
         else:
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *heads,
+                *own,
                 *(group.of(part).transpose(1, 2) for part in (context, logsumexp)),
                 0.0,
                 group.mask is None,
-                attn_mask=_added(group.mask, query),
+                attn_mask=_added(group.mask, grad),
             )
         for whole, part in zip(grads, found, strict=True):
             group.of(whole).copy_(part.transpose(1, 2))
