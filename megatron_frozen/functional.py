@@ -50,6 +50,14 @@ def _operands(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Cast under autocast, and check that the operands fit."""
+    if (
+        input.dtype is weight.dtype
+        and (bias is None or bias.dtype is input.dtype)
+        and input.dim() > 0
+        and input.shape[-1] == weight.shape[1]
+        and not torch.is_autocast_enabled(input.device.type)
+    ):
+        return input, weight, bias  # nothing to cast and nothing to refuse: by far the most frequent call
     input, *parts = _cast_to_autocast(input, weight, *([] if bias is None else [bias]))
     _check_operands(input, weight_shape=parts[0].shape, dtypes={part.dtype for part in parts})
     return input, parts[0], parts[1] if bias is not None else None

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from megatron_frozen import gemm
 from megatron_frozen.autograd.linear_products import ProductPlan, forward_product, start_dgrad
+from megatron_frozen.autograd.once import once_differentiable
 from megatron_frozen.comm.groups import Group
 from megatron_frozen.layout import fold_leading
 
@@ -64,7 +64,7 @@ class LinearWithFrozenWeight(torch.autograd.Function):
         """Return dX and db; see the class."""
         (weight,) = ctx.saved_tensors
         wide_RO, fold = fold_leading(grad_output)
-        grad_RO = wide_RO.to(weight.dtype)
+        grad_RO = wide_RO if wide_RO.dtype is weight.dtype else wide_RO.to(weight.dtype)
         finish = start_dgrad(grad_RO, weight, fold=fold, plan=ctx.plan) if ctx.needs_input_grad[0] else None
         grad_bias = None
         if ctx.needs_input_grad[2]:

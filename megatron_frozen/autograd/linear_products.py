@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -43,8 +44,24 @@ def forward_product(
     """Return Y [..., O] of X [..., I], under sequence parallelism of its shard, which is gathered first."""
     if plan.sequence_parallel:
         input_, _ = all_gather(input_, group=plan.group)
+    if bias_O is None and output_dtype is None and _stands_in_order(input_):
+        return gemm.forward_in_order(input_, weight_OI)
     input_RI, fold = fold_leading(input_)
     return fold.unfold_output(gemm.forward(input_RI, weight_OI, bias_O, dtype=output_dtype))
+
+
+def _stands_in_order(input_: torch.Tensor) -> bool:
+    """Return whether torch's own linear folds an X [s, b, I] as we do, in C++, which is faster where X is small.
+
+    Strides are compared for dims of size 1 too, as torch does. With a bias torch's result would be a view, which its
+    user could not write into."""
+    return (
+        input_.dim() == 3
+        and input_.is_contiguous()
+        and input_.stride(0) == input_.shape[1] * input_.stride(1)
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled(input_.device.type)
+    )
 
 
 def start_dgrad(
@@ -64,6 +81,8 @@ def start_reduction(
     once, at the end. An all-reduce travels on the dense [R, I] product, so every rank of the group must bring a dY of
     one shape and stride order, as ranks that run one program do. A reduce-scatter needs the sequence first, so it
     unfolds before."""
+    if plan.group is None:
+        return partial(fold.unfold, product_RI if product_RI.dtype is dtype else product_RI.to(dtype))
     if plan.allreduce_in_fp32 and (plan.allreduce or plan.sequence_parallel):
         product_RI = product_RI.to(torch.promote_types(product_RI.dtype, torch.float32))
     if plan.sequence_parallel:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from megatron_frozen import gemm
 from megatron_frozen.autograd.grad_dtype import kept_grad_dtype
 from megatron_frozen.autograd.linear_products import ProductPlan, forward_product, start_dgrad
+from megatron_frozen.autograd.once import once_differentiable
 from megatron_frozen.comm import all_gather
 from megatron_frozen.comm.groups import Group
 from megatron_frozen.layout import Fold, fold_leading
@@ -82,7 +82,7 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
         if ctx.plan.sequence_parallel and computes_weight:
             input, gathering = all_gather(input, group=ctx.plan.group, async_op=True)
         wide_RO, fold = fold_leading(grad_output)
-        grad_RO = wide_RO.to(weight.dtype)
+        grad_RO = wide_RO if wide_RO.dtype is weight.dtype else wide_RO.to(weight.dtype)
         finish = start_dgrad(grad_RO, weight, fold=fold, plan=ctx.plan) if needs_input else None
         if gathering is not None:
             gathering.wait()

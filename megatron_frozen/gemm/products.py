@@ -95,6 +95,12 @@ def forward(
         return torch.addmm(bias_O, input_TI, weight_OI.t())
 
 
+def forward_in_order(input_: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    """Return X W^T [s, b, O] of an X [s, b, I] whose leading dims collapse as they stand: one product, as torch folds
+    such an X by itself. Autocast must be off."""
+    return torch.nn.functional.linear(input_, weight_OI)
+
+
 def dgrad(grad_output_TO: torch.Tensor, weight_OI: torch.Tensor, *, in_fp32: bool = False) -> torch.Tensor:
     """Return dX = dY W as [T, I], in the operands' dtype or, ``in_fp32``, straight into fp32."""
     if in_fp32 and grad_output_TO.dtype in LOW_PRECISION:

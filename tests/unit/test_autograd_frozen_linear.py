@@ -285,3 +285,25 @@ def test_bad_operands() -> None:
             sequence_parallel=False,
             async_grad_allreduce=True,
         )
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("shape", [(6, 3, NUM_IN), (6, 1, NUM_IN), (6, NUM_IN), (NUM_IN,), (2, 3, 2, NUM_IN)], ids=str)
+def test_the_output_of_any_rank_may_be_written_into(shape: tuple[int, ...], with_bias: bool) -> None:  # noqa: FBT001
+    weight, bias = weight_and_bias()
+    x = torch.randn(*shape, requires_grad=True)
+    y = frozen(x, weight, bias if with_bias else None)
+    assert not y._is_view()
+    y.mul_(2).sum().backward()
+    assert x.grad is not None
+    assert relative_error(x.grad, (2 * weight.double().sum(0)).expand(shape)) < 1e-6
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_an_input_of_any_layout_takes_one_product(name: str) -> None:
+    x = LAYOUTS[name]()
+    weight = torch.randn(NUM_IN, NUM_OUT)
+    with Recorder() as seen:
+        y = frozen(x, weight)
+    assert (seen.count("aten.mm"), seen.count("aten.bmm"), seen.count("aten.addmm")) == (1, 0, 0)
+    assert relative_error(y, (x.double().unsqueeze(-2) * weight.double()).sum(-1)) < 1e-6
