@@ -21,6 +21,7 @@ from megatron_frozen import gemm
 
 BLOCK = 128  # queries; as many keys are one panel of the packed operand. A quarter of the work is above the diagonal.
 MIN_LENGTH = 2 * BLOCK  # below, calls cost what the products save
+_softmax_backward = torch.ops.aten._softmax_backward_data
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -103,7 +104,7 @@ def _row_backward(
         E, grad_kRd = block.stop, block.rows_of(grad_output)
         probs_kRE = _probs(block, key_panels)
         grad_probs_kRE = gemm.batched_wide(grad_kRd, value_panels, num_columns=E)
-        grad_scores_kRE = torch._softmax_backward_data(grad_probs_kRE, probs_kRE, -1, torch.float32).bfloat16()
+        grad_scores_kRE = _softmax_backward(grad_probs_kRE, probs_kRE, -1, torch.float32).bfloat16()
         values_sum[:, :E] += gemm.batched(probs_kRE.bfloat16().transpose(1, 2), grad_kRd)
         keys_sum[:, :E] += gemm.batched(grad_scores_kRE.transpose(1, 2), block.rows)
         block.write(grad_query, gemm.batched(grad_scores_kRE, keys[:, :E]).mul_(scale))

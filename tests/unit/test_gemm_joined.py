@@ -37,10 +37,13 @@ def test_operators_pass_opcheck(adjacent: bool, dtype: torch.dtype | None) -> No
     weights = parts_of(torch.randn(12, 6, dtype=torch.bfloat16), adjacent=adjacent)
     biases = parts_of(torch.randn(12, dtype=torch.bfloat16), adjacent=adjacent)
     x, g = torch.randn(5, 6, dtype=torch.bfloat16), torch.randn(5, 12, dtype=torch.bfloat16)
-    torch.library.opcheck(joined._joined_forward, (x, weights, [], dtype), test_utils=_PURE)
-    torch.library.opcheck(joined._joined_forward, (x, weights, biases, dtype), test_utils=_PURE)
     token = joined._joined_forward(x, weights, biases, dtype)[1]
-    torch.library.opcheck(joined._joined_dgrad, (g, weights, token, dtype is not None))
+    found = [
+        torch.library.opcheck(joined._joined_forward, (x, weights, [], dtype), test_utils=_PURE),
+        torch.library.opcheck(joined._joined_forward, (x, weights, biases, dtype), test_utils=_PURE),
+        torch.library.opcheck(joined._joined_dgrad, (g, weights, token, dtype is not None)),
+    ]
+    assert {verdict for checks in found for verdict in checks.values()} == {"SUCCESS"}
 
 
 # The number of a concatenation differs from call to call, which the check of equal results would take for a fault.
