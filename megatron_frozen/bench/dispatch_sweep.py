@@ -39,8 +39,8 @@ def _strided_hidden(dense: torch.Tensor) -> torch.Tensor:
 
 
 def _transposed_leading(dense: torch.Tensor) -> torch.Tensor:
-    """A [B, S, O] tensor seen as [S, B, O], as logits are."""
-    return dense.transpose(0, 1).contiguous().transpose(0, 1)
+    """A [B, S, O] tensor seen as [S, B, O], as logits are. With B = 1 too: ``contiguous`` would leave the strides."""
+    return dense.transpose(0, 1).clone(memory_format=torch.contiguous_format).transpose(0, 1)
 
 
 def _expanded_middle(dense: torch.Tensor) -> torch.Tensor:

@@ -79,6 +79,8 @@ def test_gpu_check_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         "transposed leading": "64x1536x1",
         "expanded middle": "192x0x1",
     }
+    logits = {row["strides"] for row in sweep if row["shape"] == "32x1x512" and row["layout"] == "transposed leading"}
+    assert logits == {"512x16384x1"}, "the row stride that matmul does not fold"
     assert any(row["way"] == wgrad.OURS and row["main_grad_mib"] for row in rows)
     assert "reference" in capsys.readouterr().out
 

@@ -14,6 +14,8 @@ from megatron_frozen.bench.linear import BARE, BOTH, DGRAD, FLATTEN, FORWARD, OL
 from megatron_frozen.bench.linear_cases import Case, cases
 from megatron_frozen.bench.runner import BenchConfig, Row, stamp
 from megatron_frozen.cli import main
+from megatron_frozen.diagnostics import Recorder
+from megatron_frozen.gemm import peers
 from megatron_frozen.layout import fold_leading
 
 SMALL = cases(small=True)
@@ -36,6 +38,16 @@ def test_a_layout_keeps_values_and_lies_as_the_case_says(case: Case) -> None:
     assert fold.is_view == case.folds
     assert fold.repeats == case.repeats
     assert case.in_order or not fold.is_natural
+
+
+def test_logits_lie_as_megatron_hands_them_over() -> None:
+    """The dim of size 1 has the stride of its place, at which matmul does not fold."""
+    case = next(case for case in SMALL if case.name == "logits, transposed leading")
+    dense = torch.randn(*case.lead, case.out_features)
+    assert case.layout(dense).stride() == (case.out_features, dense.numel(), 1)
+    with Recorder() as seen:
+        peers.batched(case.layout(dense), torch.randn(case.out_features, 8))
+    assert seen.count("aten.bmm") == 1
 
 
 @pytest.fixture(scope="module")
