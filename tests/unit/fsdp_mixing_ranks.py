@@ -23,7 +23,7 @@ def _layer(dtype: torch.dtype) -> LoraLinear:
     base = ColumnParallelLinear(IN, OUT, config=config, init_method=nn.init.normal_, bias=False)
     layer = LoraLinear(base)
     layer.add_adapter("default", LoraConfig(r=RANK), full_A=torch.randn(RANK, IN), full_B=torch.randn(OUT, RANK))
-    layer.weight.requires_grad_(requires_grad=False)
+    layer.weight.requires_grad = False
     return layer
 
 
@@ -64,7 +64,8 @@ def train_mixed(rank: int, world_size: int, *, kind: str, dtype: torch.dtype) ->
     """Return the gradients' error, the frozen parameters that hold a gradient, the output's dtype, or a refusal."""
     layer = _layer(dtype)
     if kind == "fsdp2":
-        run: nn.Module = fully_shard(layer, mesh=dist.device_mesh.init_device_mesh("cpu", (world_size,)))
+        fully_shard(layer, mesh=dist.device_mesh.init_device_mesh("cpu", (world_size,)))
+        run: nn.Module = layer
         gradients = {name: parameter for name, parameter in layer.named_parameters() if parameter.requires_grad}
     else:
         try:
