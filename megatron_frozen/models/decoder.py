@@ -5,7 +5,9 @@ Shape suffixes: [s] sequence, [b] batch, [h] hidden.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,8 @@ from megatron_frozen.models.documents import AttentionPlan, document_positions
 from megatron_frozen.models.mlp import MLP
 from megatron_frozen.models.rope import RotaryTables, join_tables, rotary_tables
 from megatron_frozen.partition import padded_vocab_size
+
+_MAX_GRAPHS = 64  # torch's own limit of 8, at which it fails, is near where layers have windows of several widths
 
 
 class DecoderLayer(nn.Module):
@@ -38,6 +42,13 @@ class DecoderLayer(nn.Module):
         """Return the residual stream after this layer."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), tables, plan)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+def _run_layer(layer: nn.Module, hidden: Tensor, tables: RotaryTables, plan: AttentionPlan) -> Tensor:
+    return layer(hidden, tables, plan)
+
+
+_RunLayer: TypeAlias = Callable[[nn.Module, Tensor, RotaryTables, AttentionPlan], Tensor]
 
 
 class Decoder(nn.Module):
@@ -63,6 +74,24 @@ class Decoder(nn.Module):
             for index in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, parallel=parallel)
+        self._run_layer: _RunLayer = _run_layer
+        self._is_compiled = False
+
+    def compile_layers(self, *, backend: str = "inductor") -> None:
+        """Run each decoder layer as one graph of torch.compile (fullgraph), made when it is first needed.
+
+        All layers share their graphs: one for a first layer whose input has no gradient, one for the others, one for
+        passes without gradients; these three serve every length, number of rows above 1 and cut into documents, and
+        three more serve batches of one row. The layers' collectives run in the graphs. Values and gradients are those
+        of eager code up to rounding, but dropout draws other random numbers.
+        """
+        compiled = torch.compile(_run_layer, fullgraph=True, dynamic=True, backend=backend)
+
+        def _run_compiled(layer: nn.Module, hidden: Tensor, tables: RotaryTables, plan: AttentionPlan) -> Tensor:
+            with torch._dynamo.config.patch(recompile_limit=_MAX_GRAPHS):
+                return compiled(layer, hidden, tables, plan)
+
+        self._run_layer, self._is_compiled = _run_compiled, True
 
     def forward(
         self, input_ids: Tensor, plan: AttentionPlan, *, position_ids: Tensor | None, activation_checkpointing: bool
@@ -71,13 +100,16 @@ class Decoder(nn.Module):
         hidden = self.embed_tokens(input_ids)
         if not self.parallel.sequence_parallel:
             hidden = hidden.transpose(0, 1)
+        if self._is_compiled:
+            hidden = _uniform(hidden)
+            torch._dynamo.maybe_mark_dynamic(plan.bounds, 0)
         tables = self._tables(input_ids, plan, position_ids, dtype=hidden.dtype)
         recompute = activation_checkpointing and torch.is_grad_enabled()
         for layer in self.layers:
             if recompute:
-                hidden = checkpoint(layer, hidden, tables, plan, use_reentrant=False)
+                hidden = checkpoint(self._run_layer, layer, hidden, tables, plan, use_reentrant=False)
             else:
-                hidden = layer(hidden, tables, plan)
+                hidden = self._run_layer(layer, hidden, tables, plan)
         return self.norm(hidden)
 
     def _tables(
@@ -100,4 +132,14 @@ class Decoder(nn.Module):
             by_length = {length: tables(places[:length], num_positions=length) for length in set(plan.lengths)}
             return join_tables([by_length[length] for length in plan.lengths], num_rows=num_rows)
         positions = document_positions(plan, num_rows=num_rows, seq_length=seq_length, device=input_ids.device)
+        if self._is_compiled and positions.shape[1] < num_rows:  # one graph for whole and for packed rows
+            positions = positions.t().expand(num_rows, seq_length).contiguous().t()
         return tables(positions, num_positions=plan.longest)
+
+
+def _uniform(hidden: Tensor) -> Tensor:
+    """Return the first layer's input [s, b, h] as the other layers get theirs, for one graph to serve all.
+
+    Graphs tell a view from a tensor of its own, and strides of one row apart that mean the same.
+    """
+    return (hidden.squeeze(1).unsqueeze(1) if hidden.shape[1] == 1 else hidden).clone()

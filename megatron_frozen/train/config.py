@@ -15,6 +15,7 @@ from megatron_frozen.integrations import fsdp
 from megatron_frozen.io import read_json
 from megatron_frozen.lora import LoraConfig
 from megatron_frozen.models import DecoderConfig, check_tensor_parallel
+from megatron_frozen.train import compiling
 from megatron_frozen.train.schema import build
 from megatron_frozen.train.yaml_file import parse_yaml, read_yaml
 
@@ -85,6 +86,8 @@ class TrainConfig:
     """Gradients are scaled down to this global norm; null = never."""
     activation_checkpointing: bool = False
     """Recompute each decoder layer in the backward pass to save memory."""
+    compile: bool = False
+    """Compile the decoder layers by torch.compile, which takes a while at the first steps and needs a C++ compiler."""
     eval_every: int = 0
     """Steps between evaluations; 0 = only before the first step and after the last."""
     save_every: int = 0
@@ -122,6 +125,11 @@ class TrainConfig:
             )
         if self.max_grad_norm == 0.0:
             raise ConfigError("the config key 'max_grad_norm' is 0, which stops all learning; null means no clipping")
+        if self.compile and self.fsdp:
+            raise ConfigError(
+                "compile and fsdp are both true, but FSDP2 gathers weights in hooks that a compiled layer leaves out; "
+                "set one of them to false"
+            )
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ConfigError(
                 "sequence_parallel is true with tensor_model_parallel_size 1; it needs at least 2 tensor-parallel ranks"
@@ -151,6 +159,8 @@ def check_inputs(config: TrainConfig) -> None:
         switch(name)  # read in the first backward pass
     if config.fsdp and (why_not := fsdp.unsupported()) is not None:
         raise ConfigError(f"fsdp is true, but {why_not}; or set fsdp=false")
+    if config.compile and (why_not := compiling.unsupported()) is not None:
+        raise ConfigError(f"compile is true, but {why_not}; install a C++ compiler, or set compile=false")
     for name in ("train_data", "eval_data"):
         path = getattr(config, name)
         if path is not None and not Path(path).is_file():

@@ -40,6 +40,7 @@ from megatron_frozen.layers import ModelParallelConfig
 from megatron_frozen.lora import apply_lora, load_adapter, save_adapter
 from megatron_frozen.models import CausalLM
 from megatron_frozen.train.batches import collate_all, unlabelled
+from megatron_frozen.train.compiling import compile_layers
 from megatron_frozen.train.config import DEMO_MODEL, TrainConfig, check_inputs, check_world
 from megatron_frozen.train.dataset import Dataset, check_token_ids, load_dataset
 from megatron_frozen.train.evaluate import evaluate
@@ -132,6 +133,8 @@ class _Job:
         self.reports = Reports(config, first_step=self.trainer.step, resumed=start.resume_from is not None)
         if config.fsdp and not is_cut(self.trainer.model):
             self.reports.say("fsdp has nothing to cut, as there is one data-parallel rank")
+        if config.compile:
+            self.reports.say("the layers are compiled as they are first run, which takes a while")
         for data in (train_data, held_out):
             for report in data.reports if data is not None else ():
                 self.reports.say(report)
@@ -195,6 +198,8 @@ class _Job:
         if cut is None:
             model.to(self.device)
         model.activation_checkpointing = config.activation_checkpointing
+        if config.compile:
+            compile_layers(model)
         if config.lora is not None:
             apply_lora(model, config.lora, seed=config.seed)
             if start.resume_from is not None:
