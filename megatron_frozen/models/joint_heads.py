@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_frozen.autograd.once import once_differentiable
 from megatron_frozen.models.rope import RotaryTables, rotated
 
 
@@ -46,6 +47,7 @@ class _RotateJoint(torch.autograd.Function):
         return query, key, heads[:, :, -num_kv_heads:].clone()
 
     @staticmethod
+    @once_differentiable  # it writes by out=, which autograd refuses where a graph is asked for
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         grad = grads[0].new_empty_strided(ctx.shape, ctx.stride)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_frozen.autograd.once import once_differentiable
 from megatron_frozen.comm import Group
 from megatron_frozen.layers import ColumnParallelLinear, ModelParallelConfig, RowParallelLinear
 from megatron_frozen.layers.joint_columns import HoldsJointColumns
@@ -85,6 +86,7 @@ class _GateJoint(torch.autograd.Function):
         return F.silu(gate).mul_(up)
 
     @staticmethod
+    @once_differentiable  # it writes by out=, which autograd refuses where a graph is asked for
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (joint,) = ctx.saved_tensors
         gate, up = joint.chunk(2, dim=-1)

@@ -88,6 +88,17 @@ def test_values_and_gradients_are_those_of_layers_called_one_by_one(
                     parameter.data.sub_(parameter.grad, alpha=1e-4)
 
 
+def test_gradients_with_a_graph_are_the_same_and_second_derivatives_are_refused() -> None:
+    reference = tiny_model("llama")
+    model = build_model(reference.config.to_dict(), weights_of(reference))
+    weight = model.get_parameter("model.embed_tokens.weight")
+    (expected,) = torch.autograd.grad(losses_of(model).sum(), weight)
+    (actual,) = torch.autograd.grad(losses_of(model).sum(), weight, create_graph=True)
+    assert torch.equal(actual, expected)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        actual.sum().backward()
+
+
 def test_a_layer_takes_four_products_forward_and_four_input_gradients_back() -> None:
     reference = tiny_model("llama")
     model = build_model(reference.config.to_dict(), weights_of(reference)).requires_grad_(requires_grad=False)
