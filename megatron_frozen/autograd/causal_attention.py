@@ -1,7 +1,7 @@
 """Causal attention on a CPU without AMX, in blocks of queries, from products that run at the speed of bf16.
 
 Torch's flash kernel asks its BLAS for bf16 products into fp32, which have no fast path there: measured on
-AVX512-BF16, its forward took three and its backward three times the time of this.
+AVX512-BF16, its forward and its backward took three times as long as these.
 
 Shape suffixes: b = batch, n = query heads, k = key and value heads, g = query heads per key head, s = sequence,
 d = head dim; L = queries of a block, R = g L; E = keys that a block sees.
@@ -15,9 +15,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from megatron_frozen import gemm
+from megatron_frozen.autograd.once import once_differentiable
 
 BLOCK = 128  # queries; as many keys are one panel of the packed operand. A quarter of the work is above the diagonal.
 MIN_LENGTH = 2 * BLOCK  # below, calls cost what the products save

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from megatron_frozen.autograd.once import once_differentiable
 from megatron_frozen.comm import all_reduce_
 from megatron_frozen.comm.groups import Group, group_rank, group_size
 

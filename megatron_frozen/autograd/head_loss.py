@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from megatron_frozen import gemm
 from megatron_frozen.autograd.cross_entropy import IGNORED_TARGET, local_ids, pieces
+from megatron_frozen.autograd.once import once_differentiable
 from megatron_frozen.comm import all_reduce_
 from megatron_frozen.comm.groups import Group, group_rank
 from megatron_frozen.layout import Fold, fold_leading

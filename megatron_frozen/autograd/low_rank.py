@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from megatron_frozen import gemm
 from megatron_frozen.autograd.grad_dtype import kept_grad_dtype
+from megatron_frozen.autograd.once import once_differentiable
 from megatron_frozen.layout import Fold, fold_leading, fold_pair
 
 Gradients = tuple[torch.Tensor | None, ...]

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from megatron_frozen import gemm
 from megatron_frozen.autograd.grad_dtype import kept_grad_dtype
 from megatron_frozen.autograd.low_rank import factor_gradient
+from megatron_frozen.autograd.once import once_differentiable
 from megatron_frozen.layout import Fold, fold_leading
 
 Tensors = list[torch.Tensor]

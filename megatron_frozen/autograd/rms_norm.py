@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_frozen.autograd.grad_dtype import kept_grad_dtype
+from megatron_frozen.autograd.once import once_differentiable
 
 
 class RMSNormFunction(torch.autograd.Function):

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from megatron_frozen.autograd.grad_dtype import kept_grad_dtype
+from megatron_frozen.autograd.once import once_differentiable
 
 
 class EmbeddingWithWideGradient(torch.autograd.Function):
