@@ -13,9 +13,9 @@ import torch
 from megatron_frozen.gemm import brgemm
 
 
-def batched(left_BMK: torch.Tensor, right_BKN: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the products [B, M, N] in the operands' dtype, written into ``out`` if given."""
-    return torch.bmm(left_BMK, right_BKN) if out is None else torch.bmm(left_BMK, right_BKN, out=out)
+def batched(left_BMK: torch.Tensor, right_BKN: torch.Tensor) -> torch.Tensor:
+    """Return the products [B, M, N] in the operands' dtype."""
+    return torch.bmm(left_BMK, right_BKN)
 
 
 def wide_unsupported() -> str | None:

@@ -170,7 +170,7 @@ class ColumnParallelLinear(SavesShards):
         }
         if self._is_split(weight):
             output_parallel = multiply_parts(self, input_, with_bias=not self.skip_bias_add, **options)
-            return self._leave(output_parallel, runtime_gather_output)
+            return self._leave(output_parallel, gather=runtime_gather_output)
         weight = self._chosen_weight(weight)
         inputs = self.embedding_activation_buffer
         # Only the head gets a buffer, and a frozen one has nothing to put off.
@@ -188,7 +188,7 @@ class ColumnParallelLinear(SavesShards):
         )
         if inputs is not None and defers and (not limit or len(inputs) < limit):
             inputs.append(input_)
-        return self._leave(output_parallel, runtime_gather_output)
+        return self._leave(output_parallel, gather=runtime_gather_output)
 
     def enter_parallel(self, input_: torch.Tensor) -> torch.Tensor:
         """Return the input that every rank multiplies, [s, b, input_size]; its gradient is summed over ranks, once.
@@ -219,13 +219,9 @@ class ColumnParallelLinear(SavesShards):
         bias = None if self.skip_bias_add else joined_bias(self)
         if bias is not None:
             output_parallel = output_parallel + bias.to(output_parallel.dtype)  # as F.linear under autocast
-        return self._leave(output_parallel, runtime_gather_output)
+        return self._leave(output_parallel, gather=runtime_gather_output)
 
-    def _leave(
-        self,
-        output_parallel: torch.Tensor,
-        gather: bool | None,  # noqa: FBT001
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _leave(self, output_parallel: torch.Tensor, *, gather: bool | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         gather = self.gather_output if gather is None else gather
         if gather and self.tp_group is not None:
             gathered = gather_from_tensor_model_parallel_region(output_parallel, self.tp_group)

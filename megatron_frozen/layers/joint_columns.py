@@ -10,17 +10,14 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.nn.modules.module as torch_module
 from torch import nn
 
 from megatron_frozen.autograd import AdaptedParts, FrozenSplitWithAdapters
 from megatron_frozen.layers.column_parallel import ColumnParallelLinear
-from megatron_frozen.layers.parts import dgrad_in_fp32, split_linear
+from megatron_frozen.layers.parts import dgrad_in_fp32, is_watched, split_linear
 from megatron_frozen.params import SharesGroups
 from megatron_frozen.storage import adjacent_view, repack_
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 _STEPS = ("__call__", "forward", "enter_parallel", "multiply", "leave_parallel", "_leave", "_chosen_weight")
 
 
@@ -99,8 +96,6 @@ def multiply_together(modules: Sequence[nn.Module], input_: torch.Tensor) -> tor
     operands of several dtypes; and where they train under FSDP, whose gathered weights their concatenation would
     outlive. Both ways give equal results. Collectives: none, in either direction.
     """
-    if _any_global_hook():
-        return None
     parts = [_part(module) for module in modules]
     known = [part for part in parts if part is not None]
     if len(known) < len(parts) or not _fit(known, input_):
@@ -132,27 +127,19 @@ def multiply_together(modules: Sequence[nn.Module], input_: torch.Tensor) -> tor
 
 def _part(module: nn.Module) -> ColumnPart | None:
     """Return the share of ``module`` if calling it is nothing but its steps, and none of them is a subclass's own."""
-    if _is_watched(module):
+    if is_watched(module):
         return None
-    if not isinstance(module, ColumnParallelLinear):
+    if isinstance(module, ColumnParallelLinear):
+        part = ColumnPart(module)
+    else:
         share = getattr(module, "column_part", None)
         part = None if share is None else share()
-        if part is None or (part.A is None and _is_watched(part.base)):
+        if part is None or (part.A is None and is_watched(part.base)):
             return None
-    else:
-        part = ColumnPart(module)
     kind = type(part.base)
     if any(getattr(kind, step) is not getattr(ColumnParallelLinear, step) for step in _STEPS):
         return None
     return None if "forward" in vars(part.base) or "forward" in vars(module) else part
-
-
-def _is_watched(module: nn.Module) -> bool:
-    return any(getattr(module, hooks) for hooks in _HOOKS)
-
-
-def _any_global_hook() -> bool:
-    return any(getattr(torch_module, hooks) for hooks in _GLOBAL_HOOKS)
 
 
 def _fit(parts: Sequence[ColumnPart], input_: torch.Tensor) -> bool:

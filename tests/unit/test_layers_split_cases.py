@@ -188,7 +188,6 @@ def test_an_fp32_part_beside_a_bf16_one(*, compiled: bool) -> None:
     assert relative_error(input_.grad, grad @ weight) < 1e-6
     wgrad = torch.einsum("sbo,sbi->oi", grad, input_.detach())
     assert layer.q_weight.grad.dtype == torch.bfloat16
-    assert torch.equal(layer.q_weight.grad, layer.q_weight.grad.bfloat16())
     assert relative_error(layer.q_weight.grad, wgrad[:2]) < 0.01
     assert relative_error(layer.k_weight.grad, wgrad[2:]) < 1e-6
     assert layer.q_bias.grad.dtype == torch.bfloat16

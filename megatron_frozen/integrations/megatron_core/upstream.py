@@ -47,11 +47,6 @@ def release() -> tuple[int, int]:
     return int(info.MAJOR), int(info.MINOR)
 
 
-def is_imported() -> bool:
-    """Return whether this process has imported megatron-core."""
-    return _ROOT in sys.modules
-
-
 def imported_modules() -> list[ModuleType]:
     """Return the modules of megatron-core that this process has imported so far."""
     return [module for name, module in list(sys.modules.items()) if f"{name}.".startswith(f"{_ROOT}.") and module]
