@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import megatron_frozen as mf
 from megatron_frozen.integrations import megatron_core as integration
+from megatron_frozen.integrations.megatron_core.sharded_state import complete
 from tests.functional.megatron_cpu import child_processes, gpt_config, megatron_on_cpu
 
 VOCAB, HIDDEN, WIDE, SEQUENCE, BATCH = 24, 8, 12, 4, 2
@@ -118,3 +120,26 @@ def global_shapes(rank: int, world_size: int) -> dict[str, tuple[Any, ...]]:
         shards |= mf.LayerNormLinear(HIDDEN, WIDE, parallel_mode="column", **split).sharded_state_dict("n.")
         shards |= mf.Linear(HIDDEN, WIDE, parallel_mode="row", **split).sharded_state_dict("l.")
         return {key: getattr(value, "global_shape", ()) for key, value in shards.items()}
+
+
+def global_shapes_in_older_releases(rank: int, world_size: int) -> dict[str, tuple[Any, ...]]:
+    """The same where megatron-core's function takes what it took in 0.14 and 0.15, which knew one set of groups."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer import utils
+
+    make = utils.make_sharded_tensors_for_checkpoint
+
+    def make_of_old(
+        state_dict: Any, prefix: str, tensor_parallel_layers_axis_map: Any = None, sharded_offsets: Any = ()
+    ) -> Any:
+        groups = {
+            "tp_group": parallel_state.get_tensor_model_parallel_group(),
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        }
+        return make(state_dict, prefix, tensor_parallel_layers_axis_map, sharded_offsets, **groups)
+
+    with pytest.MonkeyPatch.context() as old:
+        old.setattr(utils, "make_sharded_tensors_for_checkpoint", make_of_old)
+        old.delattr(utils, "ensure_metadata_has_dp_cp_group")
+        assert complete(None) is None  # their layers ask for none
+        return global_shapes(rank, world_size)

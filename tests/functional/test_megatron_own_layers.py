@@ -31,8 +31,9 @@ def test_distributed_checkpoints_interchange(tmp_path: Path, body: Any) -> None:
         assert set(differences.values()) == {0.0}
 
 
-def test_each_part_is_cut_for_itself() -> None:
-    for shapes in run_ranks(2, ranks.global_shapes):
+@pytest.mark.parametrize("body", [ranks.global_shapes, ranks.global_shapes_in_older_releases])
+def test_each_part_is_cut_for_itself(body: Any) -> None:
+    for shapes in run_ranks(2, body):
         assert shapes["c.q_weight"] == (8, ranks.HIDDEN)
         assert shapes["c.k_weight"] == (4, ranks.HIDDEN)
         assert shapes["c.q_bias"] == (8,)

@@ -10,6 +10,8 @@ Where upstream folds a product by itself, that is found by running it (see ``pro
 from __future__ import annotations
 
 import functools
+import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -69,15 +71,21 @@ class _Patch:
     """A patch in progress or in place: what it put where, and what stood there."""
 
     undo: list[Callable[[], None]] = field(default_factory=list)
+    places: list[tuple[Any, str, object]] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     report: PatchReport | None = None
+    num_bodies: int = 0
+    """Of with statements that it is on for."""
+    stays: bool = False
+    """``patch`` was called, so the end of the last body does not take it away."""
 
     def put(self, owner: Any, name: str, *, value: object) -> None:
         """Set an attribute that stands in the owner's own namespace; ``undo`` gives back the very object there was."""
         before = vars(owner)[name]
         setattr(owner, name, value)
         self.undo.append(lambda: setattr(owner, name, before))
+        self.places.append((owner, name, value))
 
     def put_method(self, function: Any, name: str, *, body: Body, what: str) -> None:
         """Replace a static method of an autograd class by one that shows the same signature."""
@@ -86,6 +94,7 @@ class _Patch:
 
 
 _patch: _Patch | None = None
+_lock = threading.RLock()
 
 
 def patch() -> PatchReport:
@@ -98,6 +107,14 @@ def patch() -> PatchReport:
     Raises ConfigError, with nothing changed, where megatron-core is not there, is of a release that this patch does
     not know, or its functions take other arguments.
     """
+    with _lock:
+        found = _put_in_place()
+        found.stays = True
+    assert found.report is not None
+    return found.report
+
+
+def _put_in_place() -> _Patch:
     global _patch
     if _patch is None:
         found = _Patch()
@@ -111,14 +128,24 @@ def patch() -> PatchReport:
             raise
         found.report = PatchReport(version=upstream.version(), replaced=tuple(found.replaced), kept=tuple(found.kept))
         _patch = found
-    assert _patch.report is not None
-    return _patch.report
+    return _patch
 
 
 def unpatch() -> None:
-    """Give megatron-core its own code back, as if ``patch`` had never been called. Call it while no graph is alive."""
+    """Give megatron-core its own code back, as if ``patch`` had never been called. Call it while no graph is alive.
+
+    Raises ConfigError, with nothing changed, where somebody has put other code on top since, which would go with it.
+    """
     global _patch
-    if _patch is not None:
+    with _lock:
+        if _patch is None:
+            return
+        for owner, name, value in _patch.places:
+            if vars(owner)[name] is not value:
+                raise ConfigError(
+                    f"{_named(owner, name)} has been replaced on top of this patch ({_shown(vars(owner)[name])}), and "
+                    f"unpatching would take that away too; undo it first, as whoever came last goes first"
+                )
         _undo(_patch)
         _patch = None
 
@@ -130,14 +157,21 @@ def is_patched() -> bool:
 
 @contextmanager
 def patched() -> Iterator[PatchReport]:
-    """Patch for the body of a with statement; a patch that was there before stays after it."""
-    was_patched = is_patched()
-    report = patch()
+    """Patch for the body of a with statement, in all threads; it stays on until the last of several bodies ends.
+
+    Where ``patch`` was called, before or in a body, the patch stays after it.
+    """
+    with _lock:
+        found = _put_in_place()
+        found.num_bodies += 1
+    assert found.report is not None
     try:
-        yield report
+        yield found.report
     finally:
-        if not was_patched:
-            unpatch()
+        with _lock:
+            found.num_bodies -= 1
+            if found is _patch and not (found.num_bodies or found.stays):
+                unpatch()
 
 
 def _undo(found: _Patch) -> None:
@@ -161,6 +195,13 @@ def _checked_layers() -> Any:
                 f"{layers.__name__}.{name} of megatron-core {version} is not its own ({function}); another patch may "
                 f"have replaced it, so leave one of the two out"
             )
+        for method in ("forward", "backward"):
+            if not _is_own(getattr(function, method), module=layers.__name__):
+                raise ConfigError(
+                    f"{_named(function, method)} of megatron-core {version} is not its own "
+                    f"({_shown(getattr(function, method))}); another patch has replaced it and would be lost under "
+                    f"this one, so leave one of the two out"
+                )
         names = names_of(function.forward)
         extras = names[len(always) :]
         if names[: len(always)] != always or extras != tuple(extra for extra in later if extra in extras):
@@ -169,6 +210,32 @@ def _checked_layers() -> Any:
                 f"{', '.join(always)} and then {' and '.join(later)}, so it leaves this install alone"
             )
     return layers
+
+
+def _is_own(method: Any, *, module: str) -> bool:
+    """Return whether ``module`` or a decorator of torch's defines the method and whatever that wraps."""
+    homes = [_home(link) for link in _chain(method)]
+    return all(home == module or home.startswith("torch.") for home in homes)
+
+
+def _chain(method: Any) -> list[Any]:
+    """Return a function and, from the outside in, what it says it wraps."""
+    chain = [method]
+    while hasattr(chain[-1], "__wrapped__"):
+        chain.append(chain[-1].__wrapped__)
+    return chain
+
+
+def _home(function: Any) -> str:
+    """Return where a function was written: functools.wraps gives it the name and the module of another."""
+    return function.__globals__["__name__"] if inspect.isfunction(function) else ""
+
+
+def _shown(value: Any) -> str:
+    chain = _chain(value.__func__ if isinstance(value, staticmethod) else value)
+    function = next((link for link in chain if not _home(link).startswith("torch.")), value)
+    code = getattr(function, "__code__", None)
+    return repr(value) if code is None else f"{code.co_name} in {code.co_filename}"
 
 
 def _dotted(release: tuple[int, int]) -> str:
@@ -230,5 +297,6 @@ def _exchange(before: object, after: object) -> None:
                 setattr(module, name, after)
 
 
-def _named(function: Any, name: str) -> str:
-    return f"{function.__module__}.{function.__qualname__}.{name}"
+def _named(owner: Any, name: str) -> str:
+    place = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+    return f"{place}.{name}"

@@ -11,8 +11,8 @@ import torch
 
 from megatron_frozen.comm.groups import Group
 from megatron_frozen.functional import linear_with_frozen_weight, linear_with_grad_accumulation_and_async_allreduce
-from megatron_frozen.integrations.megatron_core import upstream
-from megatron_frozen.layers.parts import dgrad_in_fp32, dgrad_sum_in_fp32
+from megatron_frozen.integrations.megatron_core.sharded_state import complete, sharded_tensors
+from megatron_frozen.layers.parts import dgrad_in_fp32, dgrad_pieces, dgrad_sum_in_fp32
 from megatron_frozen.main_grad import introduce, name_parameters
 from megatron_frozen.params import KeepsMarks, set_tensor_model_parallel_attributes
 
@@ -102,6 +102,7 @@ class Steps(KeepsMarks):
             tp_group=self.tp_group,
             dgrad_in_fp32=dgrad_in_fp32(self.config),
             allreduce_dgrad_in_fp32=dgrad_sum_in_fp32(self.config),
+            allreduce_dgrad_pieces=dgrad_pieces(self.config),
             output_dtype=self.output_dtype,
         )
 
@@ -109,14 +110,14 @@ class Steps(KeepsMarks):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
         """Return upstream's sharded state dict; ``metadata`` may be None or lack the data-parallel group."""
-        utils = upstream.core("transformer.utils")
-        metadata = utils.ensure_metadata_has_dp_cp_group(metadata)
+        metadata = complete(metadata)
         tensors = cast("Any", super()).sharded_state_dict(prefix, sharded_offsets, metadata)
         if self.adapter is not None:  # upstream knows how weight and bias are cut
             cut = {f"adapter.{name}": dim for name, dim in self.adapter.partition_dims().items()}
             own = {name: param for name, param in self.named_parameters() if name in cut}
-            groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
-            tensors |= utils.make_sharded_tensors_for_checkpoint(own, prefix, cut, sharded_offsets, **groups)
+            tensors |= sharded_tensors(
+                own, cut, prefix=prefix, sharded_offsets=sharded_offsets, tp_group=self.tp_group, metadata=metadata
+            )
         return tensors
 
     def backward_dw(self) -> None:
