@@ -24,8 +24,8 @@ from megatron_frozen.gpt_lora.projections import Projection
 from megatron_frozen.integrations.megatron_core.steps import Adapter
 from megatron_frozen.layers.parts import dgrad_in_fp32
 from megatron_frozen.lora import LoraConfig
+from megatron_frozen.lora.factors import Factors, drop_entries
 from megatron_frozen.params import (
-    KeepsMarks,
     SharesGroups,
     gather_full,
     mark_partial_grad,
@@ -34,10 +34,6 @@ from megatron_frozen.params import (
 )
 
 FullFactors = tuple[torch.Tensor, torch.Tensor]
-
-
-class _Factors(KeepsMarks, nn.ParameterDict):
-    """The factors of one kind by projection."""
 
 
 class ProjectionAdapters(Adapter, SharesGroups):
@@ -54,7 +50,7 @@ class ProjectionAdapters(Adapter, SharesGroups):
         self.tp_group, self.is_column = base.tp_group, base.partition_dim == 0
         self.output_size_per_partition = base.weight.shape[0]
         self.paths = {projection.name: projection.path for projection in factors}
-        self.lora_A, self.lora_B = _Factors(), _Factors()
+        self.lora_A, self.lora_B = Factors(), Factors()
         for projection, (full_A, full_B) in factors.items():
             for kept, full in ((self.lora_A, full_A), (self.lora_B, full_B)):
                 kept[projection.name] = self._factor(base, self._shard(full, of=kept), is_cut=self._is_cut(kept))
@@ -111,7 +107,12 @@ class ProjectionAdapters(Adapter, SharesGroups):
             return FrozenLinearWithAdapter.apply(input_parallel, base.weight, A, B, scale)
         output_parallel = base.multiply(input_parallel)
         if drops:
-            input_parallel = self._dropout(input_parallel, input_size=base.input_size)
+            input_parallel = drop_entries(
+                input_parallel,
+                p=self.config.dropout,
+                full_width=base.input_size,
+                cut_over=None if self.is_column else self.tp_group,
+            )
             scale /= 1 - self.config.dropout
         return AddLowRank.apply(output_parallel, input_parallel, A, B, scale)
 
@@ -134,14 +135,6 @@ class ProjectionAdapters(Adapter, SharesGroups):
         if rows is None:
             return B
         return B.new_zeros(self.output_size_per_partition, B.shape[1]).index_copy(0, rows, B)
-
-    def _dropout(self, input_: torch.Tensor, *, input_size: int) -> torch.Tensor:
-        """Zero entries, unscaled, by a mask drawn for the full width: ranks in one random state draw what one would."""
-        keep = torch.empty([*input_.shape[:-1], input_size], dtype=torch.bool, device=input_.device)
-        keep.bernoulli_(1 - self.config.dropout)
-        if not self.is_column:
-            keep = shard_of(keep, partition_dim=keep.dim() - 1, group=self.tp_group)
-        return input_ * keep
 
     @torch.no_grad()
     def merge_into(self, weight: torch.Tensor) -> None:

@@ -24,8 +24,8 @@ from megatron_frozen.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_frozen.layers.joint_columns import ColumnPart
 from megatron_frozen.layers.parts import dgrad_in_fp32
 from megatron_frozen.lora.config import LoraConfig
+from megatron_frozen.lora.factors import Factors, drop_entries
 from megatron_frozen.params import (
-    KeepsMarks,
     gather_full,
     mark_partial_grad,
     set_tensor_model_parallel_attributes,
@@ -52,6 +52,8 @@ def unsupported(module: nn.Module) -> str | None:
     """Return why ``module`` cannot carry an adapter, as the end of a sentence; None if it can."""
     if not isinstance(module, ColumnParallelLinear | RowParallelLinear):
         return f"it is a {type(module).__name__}, and LoRA adapts ColumnParallelLinear and RowParallelLinear only"
+    if getattr(module, "weight_names", ["weight"]) != ["weight"]:
+        return "it holds its weight in named parts, of which adapters know nothing; leave parameters_split unset"
     if module.weight is None:
         return "it holds no weight of its own (skip_weight_param_allocation); adapt the module that owns the weight"
     if getattr(module, "output_dtype", None) is not None:
@@ -61,10 +63,6 @@ def unsupported(module: nn.Module) -> str | None:
     if getattr(module.weight, "partition_stride", 1) != 1:
         return "its rows are interleaved over ranks (stride above 1), which PEFT's files cannot say; use stride=1"
     return None
-
-
-class _Factors(KeepsMarks, nn.ParameterDict):
-    """The factors of one kind by adapter name."""
 
 
 class LoraLinear(nn.Module):
@@ -90,8 +88,8 @@ class LoraLinear(nn.Module):
         self.base_layer = base_of(base_layer)
         self.is_column = isinstance(base_layer, ColumnParallelLinear)
         self.adapters: dict[str, LoraConfig] = {}
-        self.lora_A = _Factors()
-        self.lora_B = _Factors()
+        self.lora_A = Factors()
+        self.lora_B = Factors()
         self.active_adapter = None
 
     @property
@@ -148,21 +146,6 @@ class LoraLinear(nn.Module):
             return full
         return shard_of(full, partition_dim=self._sharded_dim, group=self.tp_group)
 
-    def _dropout(self, input_: torch.Tensor, *, p: float) -> torch.Tensor:
-        """Zero entries of this rank's part of the input, unscaled, by a mask drawn for the full width.
-
-        So tensor-parallel ranks in one random state draw what one rank would: the same mask for a replicated input, its
-        own columns of it for a sharded one.
-        """
-        full_shape = [*input_.shape[:-1], self.base_layer.input_size]
-        if torch.compiler.is_compiling():  # inductor (torch 2.13) may draw bernoulli_ after the mask is read
-            keep = torch.rand(full_shape, device=input_.device) < 1 - p
-        else:
-            keep = torch.empty(full_shape, dtype=torch.bool, device=input_.device).bernoulli_(1 - p)
-        if not self.is_column:
-            keep = shard_of(keep, partition_dim=keep.dim() - 1, group=self.tp_group)
-        return input_ * keep
-
     def forward(self, input_: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the base's ``(output, bias)``, with scale * B A dropout(input) of the active adapter in the output.
 
@@ -199,7 +182,12 @@ class LoraLinear(nn.Module):
             return FrozenLinearWithAdapter.apply(input_parallel, self.weight, *factors, config.scale)
         output_parallel, scale = self.base_layer.multiply(input_parallel), config.scale
         if drops:
-            input_parallel = self._dropout(input_parallel, p=config.dropout)
+            input_parallel = drop_entries(
+                input_parallel,
+                p=config.dropout,
+                full_width=self.base_layer.input_size,
+                cut_over=None if self.is_column else self.tp_group,
+            )
             scale /= 1 - config.dropout
         return AddLowRank.apply(output_parallel, input_parallel, *factors, scale)
 

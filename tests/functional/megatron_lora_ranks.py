@@ -60,6 +60,7 @@ def train(rank: int, world_size: int, options: Options, fields: Options) -> Opti
         assert [p for p in model.parameters() if p.requires_grad] == parameters
         losses, grads = [], {}
         for step in range(2):
+            torch.manual_seed(step)  # for dropout
             loss = _loss(model, seed=step)
             model.zero_grad()
             loss.backward()

@@ -49,6 +49,16 @@ def test_training_equals_one_rank(tp: int, targets: list[str] | None, *, sp: boo
     assert set(alone["factors"]) == set(expected)
 
 
+@pytest.mark.parametrize("sp", [False, True], ids=["all-reduce", "sequence parallel"])
+def test_dropout_draws_what_one_rank_would(*, sp: bool) -> None:
+    (alone,), (plain,) = (run_ranks(1, ranks.train, {"tp": 1}, {"dropout": p}) for p in (0.4, 0.0))
+    assert alone["losses"] != pytest.approx(plain["losses"], rel=1e-3)
+    for answer in run_ranks(2, ranks.train, {"tp": 2, "sp": sp}, {"dropout": 0.4}):
+        assert answer["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        for name, grad in alone["grads"].items():
+            torch.testing.assert_close(answer["grads"][name], grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_merging_is_what_the_adapters_compute(tp: int) -> None:
     """Per-projection adapters meet their own rows of the fused weight (case 28), at any TP (case 33)."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron_frozen.errors import ConfigError
-from megatron_frozen.layers import VocabParallelEmbedding
+from megatron_frozen.layers import ColumnParallelLinear, ModelParallelConfig, VocabParallelEmbedding
 from megatron_frozen.lora import LoraConfig, LoraLinear, apply_lora, named_lora_layers
 from megatron_frozen.lora.layer import unsupported
 from megatron_frozen.models import CausalLM, DecoderConfig
@@ -132,6 +132,10 @@ def test_layers_whose_work_is_shared_with_others_say_why_they_cannot() -> None:
     headless = column(torch.zeros(8, 4), stride=1)
     headless.weight = None
     assert "holds no weight of its own" in (unsupported(headless) or "")
+    split = ColumnParallelLinear(
+        4, 8, config=ModelParallelConfig(), init_method=torch.nn.init.zeros_, parameters_split=["q", "k"]
+    )
+    assert "it holds its weight in named parts" in (unsupported(split) or "")
     assert "interleaved over ranks" in (unsupported(column(torch.zeros(8, 4), stride=2)) or "")
     expert = row(torch.zeros(8, 4))
     expert.expert_parallel = True
