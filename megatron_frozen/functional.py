@@ -230,20 +230,11 @@ def linear_with_split_parameters(
     group, allreduce, scatter = _group(
         tp_group, allreduce_dgrad=allreduce_dgrad, sequence_parallel=sequence_parallel, async_grad_allreduce=None
     )
+    _check_parts(weights, biases)
     num_parts = len(weights)
-    if num_parts == 0 or len(biases) not in (0, num_parts):
-        raise LayoutError(
-            f"a split linear product got {num_parts} weights and {len(biases)} biases; give at least one weight, and a "
-            f"bias for each or none"
-        )
     for part in weights:
         check_product(part)
     input, *parts = _cast_to_autocast(input, *weights, *biases)
-    if any(part.shape[1:] != weights[0].shape[1:] for part in weights):
-        raise LayoutError(
-            f"a split linear product got weights of shapes {[list(part.shape) for part in weights]}; give them one "
-            f"number of input features"
-        )
     _check_operands(input, weight_shape=weights[0].shape, dtypes=_promoted(parts[:num_parts], parts[num_parts:]))
     if gradient_accumulation_fusion:
         for part, cast in zip(weights, parts[:num_parts], strict=True):
@@ -261,6 +252,24 @@ def linear_with_split_parameters(
     return SplitLinear.apply(
         input, gradient_accumulation_fusion, plan, targets, _output_dtype(input, output_dtype), num_parts, *parts
     )
+
+
+def _check_parts(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> None:
+    if not weights or len(biases) not in (0, len(weights)):
+        raise LayoutError(
+            f"a split linear product got {len(weights)} weights and {len(biases)} biases; give at least one weight, "
+            f"and a bias for each or none"
+        )
+    if any(part.dim() != 2 or part.shape[1] != weights[0].shape[1] for part in weights):
+        raise LayoutError(
+            f"a split linear product got weights of shapes {[list(part.shape) for part in weights]}; give matrices "
+            f"with one number of input features"
+        )
+    if any(bias.shape != part.shape[:1] for bias, part in zip(biases, weights, strict=False)):  # there may be none
+        raise LayoutError(
+            f"a split linear product got biases of shapes {[list(bias.shape) for bias in biases]} for weights of "
+            f"{[part.shape[0] for part in weights]} rows; give each weight a vector of as many entries as it has rows"
+        )
 
 
 def _promoted(*groups: Sequence[torch.Tensor]) -> set[torch.dtype]:
@@ -341,10 +350,11 @@ def frozen_head_cross_entropy(
             f"cross-entropy over a frozen head got an input of shape {list(input.shape)} and targets of shape "
             f"{list(target.shape)}; give one target id for each row of the input"
         )
-    _check_ids(target, num_vocab=weight.shape[0] * group_size(group))
+    num_real_columns = weight.shape[0] if num_real_columns is None else num_real_columns
+    _check_ids(target, num_vocab=num_real_columns if group is None else weight.shape[0] * group_size(group))
     plan = HeadPlan(
         group=group,
-        num_real_columns=weight.shape[0] if num_real_columns is None else num_real_columns,
+        num_real_columns=num_real_columns,
         with_dgrad=torch.is_grad_enabled() and input.requires_grad,
         dgrad_in_fp32=dgrad_in_fp32 or environment.switch(environment.LINEAR_DGRAD_FP32),
         logits_dtype=_output_dtype(input, output_dtype),

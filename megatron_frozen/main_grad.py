@@ -26,7 +26,7 @@ import itertools
 import secrets
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -196,16 +196,36 @@ def deliver_weight_gradients(
 
     One product writes all buffers where they adjoin in memory and are written in one way, else one product each.
     """
-    plans = [decide(facts_of(weight), weight=weight) for weight in weights]
-    if any(plan.writes for plan in plans):  # all do: a frozen weight is not brought here
+    plans = _plans(weights)
+    writing = [i for i, plan in enumerate(plans) if plan.writes]
+    if writing:
         sizes = [weight.shape[0] for weight in weights]
-        _write([_buffer(weight) for weight in weights], grad_output, total_input, plans=plans, sizes=sizes)
+        if len(writing) < len(weights):  # one was frozen since the forward
+            columns = grad_output.split(sizes, dim=-1)
+            grad_output = torch.cat([columns[i] for i in writing], dim=-1)
+        _write(
+            [_buffer(weights[i]) for i in writing],
+            grad_output,
+            total_input,
+            plans=[plans[i] for i in writing],
+            sizes=[sizes[i] for i in writing],
+        )
     for weight, plan in zip(weights, plans, strict=True):
         _mark(weight, plan)
     return [
         _returned(plan.returns, shape=weight.shape, like=grad_output)
         for weight, plan in zip(weights, plans, strict=True)
     ]
+
+
+def _plans(weights: Sequence[torch.Tensor | None]) -> list[Plan]:
+    """Return the plan of each weight; one that stands among them before adds to what its first rows wrote."""
+    plans: list[Plan] = []
+    for i, weight in enumerate(weights):
+        plan = Plan() if weight is None else decide(facts_of(weight), weight=weight)
+        is_again = weight is not None and any(weight is other for other in weights[:i])
+        plans.append(replace(plan, accumulates=True) if is_again else plan)
+    return plans
 
 
 def _write(
@@ -216,13 +236,13 @@ def _write(
     plans: Sequence[Plan],
     sizes: Sequence[int],
 ) -> None:
+    for main_grad, size in zip(main_grads, sizes, strict=True):  # all of them before the first is written
+        check_main_grad(main_grad, shape=(size, total_input.shape[-1]))
     accumulates = {plan.accumulates for plan in plans}
     whole = adjacent_view(main_grads) if len(accumulates) == 1 else None
     if whole is not None:
         wgrad_into(whole, grad_output, total_input, accumulate=accumulates.pop())
         return
-    for main_grad, size in zip(main_grads, sizes, strict=True):  # all of them before the first is written
-        check_main_grad(main_grad, shape=(size, total_input.shape[-1]))
     parts = grad_output.split(list(sizes), dim=-1)
     for main_grad, plan, part in zip(main_grads, plans, parts, strict=True):
         wgrad_into(main_grad, part, total_input, accumulate=plan.accumulates)
@@ -349,7 +369,7 @@ def wgrad_into_main_grads(
             "a compiled graph holds the weight gradient of a parameter that no longer exists or comes from another "
             "process; compile the model again"
         )
-    plans = [Plan() if weight is None else decide(facts_of(weight), weight=weight) for weight in weights]
+    plans = _plans(weights)
     sizes = [main_grad.shape[0] for main_grad in main_grads]
     _write(main_grads, grad_output, total_input, plans=plans, sizes=sizes)
     for weight, plan in zip(weights, plans, strict=True):

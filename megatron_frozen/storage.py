@@ -6,7 +6,6 @@ pickling keep it, a copied module, a cast and sharding lose it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -40,7 +39,16 @@ def adjacent_view(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
         num_rows += part.shape[0]
     if storage.data_ptr() == 0 or offset * first.element_size() > storage.nbytes():  # on meta, or freed
         return None
-    return first.detach().as_strided((num_rows, *first.shape[1:]), first.stride())
+    # Not the first part's strides: of a single row, which is dense whatever they say, they mean nothing.
+    return first.detach().as_strided((num_rows, *first.shape[1:]), _dense_strides(first.shape))
+
+
+def _dense_strides(shape: torch.Size) -> list[int]:
+    strides, step = [], 1
+    for size in reversed(shape[1:]):
+        strides.append(step)
+        step *= size
+    return [step, *reversed(strides)]
 
 
 def _are_plain(tensors: Sequence[torch.Tensor]) -> bool:
@@ -91,11 +99,15 @@ def repack_(parts: Sequence[torch.Tensor]) -> bool:
 
 
 def _own_their_storages(parts: Sequence[torch.Tensor]) -> bool:
-    """Return whether each storage holds nothing but parts, as far as sizes tell."""
-    held: dict[int, int] = {}
+    """Return whether each storage holds nothing but parts, each byte of it one part's."""
+    ends: dict[int, int] = {}
     sizes: dict[int, int] = {}
-    for part in parts:
+    for part in sorted(parts, key=lambda part: part.storage_offset()):
         storage = part.untyped_storage()
-        held[storage.data_ptr()] = held.get(storage.data_ptr(), 0) + math.prod(part.shape) * part.element_size()
+        span = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+        is_dense = part.numel() in (0, span)
+        if not is_dense or part.storage_offset() * part.element_size() != ends.setdefault(storage.data_ptr(), 0):
+            return False  # two parts overlap, or there is room between them for what is none of them
+        ends[storage.data_ptr()] += part.numel() * part.element_size()
         sizes[storage.data_ptr()] = storage.nbytes()
-    return held == sizes
+    return ends == sizes

@@ -14,12 +14,20 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``backward``, which refuses to be differentiated itself, as torch's decorator of this name makes it.
 
     Without ``create_graph`` a backward runs with gradients off and has nothing to refuse. torch's turns them off again
-    and looks at its results, which is a twentieth of what a small linear costs.
+    and looks at its results, which is a twentieth of what a small linear costs. With it torch's refuses only where an
+    incoming gradient requires one, and else gives results that pass for constants; but they depend on the saved tensors
+    too, as dX = dY W does on W, and what a gradient penalty owes to these would be missing in silence.
     """
     checked = function.once_differentiable(backward)
 
     @functools.wraps(backward)
     def once(ctx: Any, *grads: torch.Tensor) -> Any:
-        return checked(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        return checked(ctx, *(grads if torch.compiler.is_compiling() else map(_requiring_grad, grads)))
 
     return once
+
+
+def _requiring_grad(grad: torch.Tensor | None) -> torch.Tensor | None:
+    return grad if grad is None or grad.requires_grad else grad.detach().requires_grad_()

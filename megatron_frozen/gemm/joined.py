@@ -49,7 +49,8 @@ def joined_dgrad(
     grad_output_TO: torch.Tensor, weights: list[torch.Tensor], kept: torch.Tensor | None, *, in_fp32: bool = False
 ) -> torch.Tensor:
     """Return dX = dY W as [T, I]; ``kept`` comes from the forward product."""
-    if torch.compiler.is_compiling() and kept is not None:
+    # A number, that is: compiled autograd traces the backward of an eager forward too, which keeps the tensor itself.
+    if torch.compiler.is_compiling() and kept is not None and kept.dim() == 0:
         return _joined_dgrad(grad_output_TO, weights, kept, in_fp32)
     return products.dgrad(grad_output_TO, join(weights) if kept is None else kept, in_fp32=in_fp32)
 

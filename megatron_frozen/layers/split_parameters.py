@@ -47,7 +47,7 @@ def part_sizes(parameters_split: ParametersSplit, *, out_features: int) -> dict[
     names = _checked_names(list(parameters_split))
     if isinstance(parameters_split, Mapping):
         return dict(zip(names, _checked_sizes(parameters_split, out_features=out_features), strict=True))
-    if out_features % len(names):
+    if not isinstance(out_features, int) or out_features < len(names) or out_features % len(names):
         raise ConfigError(
             f"out_features is {out_features}, which does not divide into {len(names)} equal parts "
             f"({', '.join(names)}); give parameters_split as a dict of names to sizes"

@@ -60,6 +60,12 @@ class KeepsMarks(SharesGroups):
         with marks_kept(self._parameters):
             super()._load_from_state_dict(*args, **kwargs)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for param in self._parameters.values():
+            if param is not None:  # out of a pickle it carries the key of the one that was saved
+                hand_over(param, param, is_copy=True)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = super().__deepcopy__(memo)
         for name, param in copied._parameters.items():

@@ -129,17 +129,46 @@ def test_nothing_is_written_before_all_buffers_are_known_to_fit() -> None:
         ("missing", r"weight of shape \[5, 7\] trains and has neither a main_grad buffer"),
         ("int", "floating-point buffer, float32 by preference"),
         ("shape", "give a buffer of the weight's shape"),
+        ("swapped", "give a buffer of the weight's shape"),
     ):
         weights = new_parts(torch.randn(OUT, IN))
         for weight in weights:
             weight.main_grad = torch.full_like(weight, 3.0)
         del weights[2].main_grad
-        if wrong != "missing":
+        if wrong == "swapped":  # they adjoin, and together they would fit
+            for weight, buffer in zip(weights, split_rows(torch.full((OUT, IN), 3.0), [4, 3, 5]), strict=True):
+                weight.main_grad = buffer
+        elif wrong != "missing":
             weights[2].main_grad = torch.zeros(5, IN, dtype=torch.int32) if wrong == "int" else torch.zeros(4, IN)
         y = linear_with_split_parameters(torch.randn(8, IN), weights, gradient_accumulation_fusion=True)
         with pytest.raises((ConfigError, LayoutError), match=message):
             y.sum().backward()
         assert all((weight.main_grad == 3).all() for weight in weights[:2])
+
+
+@pytest.mark.parametrize("flag", [None, False])
+def test_a_weight_that_is_two_parts_is_overwritten_once(flag: bool | None) -> None:  # noqa: FBT001
+    weight: Any = torch.nn.Parameter(torch.randn(3, IN))
+    weight.main_grad, weight.overwrite_main_grad = torch.full((3, IN), 7.0), True
+    if flag is not None:
+        weight.grad_added_to_main_grad = flag
+    x, g = torch.randn(6, IN), torch.randn(6, 6)
+    linear_with_split_parameters(x, [weight, weight], gradient_accumulation_fusion=True).backward(g)
+    assert relative_error(weight.main_grad, (g[:, :3] + g[:, 3:]).double().t() @ x.double()) < 1e-6
+
+
+def test_a_part_frozen_after_the_forward_is_not_written() -> None:
+    weights = new_parts(torch.randn(OUT, IN))
+    for weight, buffer in zip(weights, split_rows(torch.full((OUT, IN), 7.0), SIZES), strict=True):
+        weight.main_grad = buffer
+    x, g = torch.randn(6, IN), torch.randn(6, OUT)
+    y = linear_with_split_parameters(x, weights, gradient_accumulation_fusion=True)
+    weights[1].requires_grad = False
+    del weights[1].main_grad
+    y.backward(g)
+    for i, rows in enumerate((7 + g.double().t() @ x.double()).split(SIZES)):
+        if i != 1:
+            assert relative_error(weights[i].main_grad, rows) < 1e-6
 
 
 def test_gradients_come_in_each_parts_dtype() -> None:
@@ -183,11 +212,15 @@ def test_options_of_the_other_linears_hold() -> None:
     [
         ([], [], "a split linear product got 0 weights"),
         ([torch.randn(3, IN)] * 2, [torch.randn(3)], "got 2 weights and 1 biases"),
-        ([torch.randn(3, IN), torch.randn(3, 6)], [], "give them one number of input features"),
+        ([torch.randn(3, IN), torch.randn(3, 6)], [], "give matrices with one number of input features"),
+        ([torch.randn(IN)] * 2, [], r"shapes \[\[7\], \[7\]\]; give matrices"),
+        ([torch.randn(1, IN, IN)] * 2, [], "give matrices with one number of input features"),
+        ([torch.randn(3, IN), torch.randn(4, IN)], [torch.randn(4), torch.randn(3)], "each weight a vector of as many"),
+        ([torch.randn(3, IN)], [torch.randn(1)], r"biases of shapes \[\[1\]\] for weights of \[3\] rows"),
         ([torch.randn(3, 6)] * 2, [], "the last dim of the input must be 6"),
         ([torch.randn(3, IN), torch.randn(3, IN).double()], [], "cast them to one dtype"),
     ],
-    ids=["none", "biases", "widths", "input", "dtypes"],
+    ids=["none", "biases", "widths", "vectors", "batches", "swapped biases", "one bias", "input", "dtypes"],
 )
 def test_operands_that_do_not_fit_are_refused(weights: list[Tensor], biases: list[Tensor], message: str) -> None:
     with pytest.raises(LayoutError, match=message):

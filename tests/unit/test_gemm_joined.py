@@ -7,9 +7,11 @@ import gc
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 
 from megatron_frozen import gemm
 from megatron_frozen.diagnostics import Recorder
+from megatron_frozen.functional import linear_with_split_parameters
 from megatron_frozen.gemm import joined
 from megatron_frozen.storage import split_rows
 
@@ -77,3 +79,13 @@ def test_parts_of_two_dtypes_are_promoted() -> None:
     assert kept is not None
     assert kept.dtype == torch.float32
     torch.testing.assert_close(y, x @ torch.cat([wide, narrow.float()]).t())
+
+
+@pytest.mark.parametrize("adjacent", [True, False])
+def test_compiled_autograd_takes_what_an_eager_forward_kept(adjacent: bool) -> None:  # noqa: FBT001
+    full, g = torch.randn(12, 6), torch.randn(5, 12)
+    x = torch.randn(5, 6, requires_grad=True)
+    torch._dynamo.reset()
+    with compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        linear_with_split_parameters(x, parts_of(full, adjacent=adjacent)).backward(g)
+    torch.testing.assert_close(x.grad, g @ full)

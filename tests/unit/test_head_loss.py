@@ -157,6 +157,13 @@ def test_the_gradient_of_confident_rows_is_not_rounded_away() -> None:
     assert relative_error(dX, expected) < 1.05 * relative_error(plain, expected)
 
 
+def test_the_id_of_a_padded_row_is_refused() -> None:
+    with pytest.raises(LayoutError, match="over a vocabulary of 10 got the target id 10"):
+        frozen_head_cross_entropy(
+            torch.randn(1, 4), torch.randn(12, 4), torch.tensor([10]), num_real_columns=10, group=None
+        )
+
+
 @pytest.mark.parametrize("option", ["dgrad_in_fp32", "output_dtype"])
 def test_fp32_options(option: str) -> None:
     """With dX multiplied into fp32 the gradient is nearer to fp64, and with fp32 logits the loss is."""

@@ -122,12 +122,19 @@ def test_marks(mode: Any) -> None:
         ({"q": 17, "k": -1}, "gives the part 'k' the size -1"),
         ({"q": 8, "k": 7}, r"\(q: 8, k: 7\) sum to 15 where out_features is 16"),
         (["q", "k", "v"], r"does not divide into 3 equal parts \(q, k, v\)"),
+        ([*"abcdefghijklmnopqrstuvwxyzABCDEF"], "16, which does not divide into 32 equal parts"),
         (["layer_norm", "k"], "parameter named 'layer_norm_weight', which LayerNormLinear has already"),
     ],
 )
 def test_a_bad_split_is_one_error(split: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LayerNormLinear(8, 16, parameters_split=split)
+
+
+@pytest.mark.parametrize("size", [0, -4, 4.0])
+def test_parts_without_rows_are_refused(size: Any) -> None:
+    with pytest.raises(ConfigError, match="does not divide into 2 equal parts"):
+        Linear(8, size, parameters_split=["q", "k"])
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -14,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from megatron_frozen import (
     ColumnParallelLinear,
+    Linear,
     ModelParallelConfig,
     linear_with_grad_accumulation_and_async_allreduce,
 )
@@ -149,6 +151,19 @@ def test_layers_share_one_graph_and_no_reference_is_left() -> None:
     torch._dynamo.reset()
     gc.collect()
     assert [ref() for ref in watched] == [None] * 4
+
+
+def test_a_pickled_copy_sets_flags_of_its_own() -> None:
+    layer: Any = Linear(IN, 2 * OUT, parameters_split=["q", "k"], fuse_wgrad_accumulation=True)
+    buffer = io.BytesIO()
+    torch.save(layer, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    weights: list[Any] = [module.get_parameter(name) for module in (layer, loaded) for name in layer.weight_names]
+    for weight in weights:
+        weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
+    torch.compile(loaded, fullgraph=True, backend="aot_eager")(torch.randn(4, IN)).sum().backward()
+    assert [weight.grad_added_to_main_grad for weight in weights] == [False, False, True, True]
 
 
 def test_a_list_of_buffers_takes_the_rows_of_one_gradient() -> None:

@@ -63,6 +63,18 @@ def test_other_parts_are_copied_once(kind: str) -> None:
     torch.testing.assert_close(join(parts), torch.cat(parts), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("stride", [1, 5, 40])
+def test_the_stride_of_a_single_row_has_no_say(stride: int) -> None:
+    full = torch.randn(8, 5)
+    for whole, first in (
+        (full, full.as_strided((1, 5), (stride, 1))),
+        (full.view(40), full.as_strided((1,), (stride,))),
+    ):
+        parts = [first, whole[1:4]]
+        assert join(parts).data_ptr() == full.data_ptr()
+        torch.testing.assert_close(join(parts), torch.cat(parts), rtol=0, atol=0)
+
+
 def test_two_storages_over_the_same_memory_do_not_adjoin() -> None:
     full = torch.randn(8, 5)
     other = torch.from_numpy(full.numpy())
@@ -142,6 +154,13 @@ def test_repacking_leaves_what_others_hold() -> None:
         pointers = [part.data_ptr() for part in parts]
         assert not repack_(parts)
         assert [part.data_ptr() for part in parts] == pointers
+
+
+def test_repacking_leaves_parts_that_overlap_beside_what_others_hold() -> None:
+    full = torch.randn(8, 5)
+    for parts in ([full[:4], full[:4]], [full[:6], full[4:6]], [full[:2], full[4:8], full[6:8]]):
+        assert not repack_(parts)
+        assert all(part.untyped_storage().data_ptr() == full.data_ptr() for part in parts)
 
 
 def test_rows_are_cut_from_a_dense_tensor_of_their_sum() -> None:
