@@ -49,7 +49,7 @@ class HeadPlan:
 class FrozenHeadCrossEntropy(torch.autograd.Function):
     """Loss per token, -log softmax(X W^T)[target], for a frozen W whose rows are cut over ranks.
 
-    Shapes: X [..., I], W [V / ranks, I], target [...] with global ids, loss [...] in fp32 (fp64 for fp64 logits).
+    Shapes: X [..., I], W [V and padding, I], target [...] with global ids, loss [...] in fp32 (fp64 for fp64 logits).
     Forward: for each chunk of tokens logits l = X W^T, in the operands' dtype or a wider one, then in at least fp32 the
         shard's own m = max l, Z = sum exp(l - m) and softmax P. Over all ranks loss = log Z + m - l[target]. Padded
         columns are not multiplied, and on a CPU neither are tokens with a target of -100.

@@ -27,7 +27,7 @@ from megatron_frozen.comm import (
     on_first_rank,
     together,
 )
-from megatron_frozen.comm.groups import _World
+from megatron_frozen.comm.groups import AnyGroup
 from megatron_frozen.errors import CheckpointError, ConfigError
 from megatron_frozen.io import SafetensorsFolder, read_json, write_json, write_safetensors
 from megatron_frozen.io.safetensors_folder import INDEX_NAME, WEIGHTS_NAME
@@ -260,7 +260,7 @@ def _write(
     weights: list[Weight],
     source_folder: str | Path | None,
     max_file_bytes: int,
-    writers: Group | _World,
+    writers: AnyGroup,
 ) -> None:
     """Gather onto the first of `writers` and write there; all of them call it."""
     group, doing = model.tp_group, f"writing {folder}"

@@ -109,7 +109,7 @@ class ColumnSteps(Steps):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return ``(output, bias)``; ``weight`` takes the place of the layer's own, which a tied head does not have."""
         if self.adapter is not None:
-            return self._leave(self._adapted(input_), runtime_gather_output)
+            return self._leave(self._adapted(input_), gather=runtime_gather_output)
         weight = self._chosen_weight(weight)
         inputs = self.embedding_activation_buffer
         # Only the head gets a buffer, and a frozen one has nothing to put off.
@@ -126,7 +126,7 @@ class ColumnSteps(Steps):
         )
         if inputs is not None and defers and (not limit or len(inputs) < limit):
             inputs.append(input_)
-        return self._leave(output_parallel, runtime_gather_output)
+        return self._leave(output_parallel, gather=runtime_gather_output)
 
     def enter_parallel(self, input_: torch.Tensor) -> torch.Tensor:
         """Return the input that every rank multiplies, [s, b, input_size]; its gradient is summed over ranks, once."""
@@ -145,11 +145,7 @@ class ColumnSteps(Steps):
         """Return X W^T [s, b, output_size / ranks]: no bias, no communication in either direction."""
         return self.product(input_parallel, self._chosen_weight(None), None)
 
-    def _leave(
-        self,
-        output_parallel: torch.Tensor,
-        gather: bool | None,  # noqa: FBT001
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _leave(self, output_parallel: torch.Tensor, *, gather: bool | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         if (self.gather_output if gather is None else gather) and group_size(self.tp_group) > 1:
             output_parallel = gather_from_tensor_model_parallel_region(output_parallel, self.tp_group)
         return output_parallel, self.bias if self.skip_bias_add else None
