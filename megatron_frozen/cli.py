@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_frozen.bench.commands import NAMES, run_bench
+from megatron_frozen.bench.commands import NAMES, overview, run_bench
 from megatron_frozen.checkpoint.demo_model import fetch_demo_model
 from megatron_frozen.diagnostics.facts import aligned, facts_table, installed_version
 from megatron_frozen.environment import launched_rank
@@ -135,7 +135,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=lambda given: print(fetch_demo_model(given.cache_folder)))
 
-    _add_bench_options(commands.add_parser("bench", help="measure, and write a CSV with what it was measured on"))
+    _add_bench_options(
+        commands.add_parser(
+            "bench",
+            help="measure, and write a CSV with what it was measured on",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            epilog=f"names:\n{overview()}",
+        )
+    )
 
     _add_run(commands)
 

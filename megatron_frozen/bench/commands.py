@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,14 @@ BENCHES: dict[str, tuple[Callable[[BenchConfig], None], str]] = {
 ALL, REPORT = "all", "report"
 NAMES = (*BENCHES, ALL, REPORT)
 """What the command line takes: a benchmark, all that run on a CPU with the page after them, or the page alone."""
+
+
+def overview() -> str:
+    """Return a line for each name that the command line takes."""
+    abouts = {name: _about(run).split("\n\n")[0].split(". ")[0].rstrip(".") for name, (run, _) in BENCHES.items()}
+    abouts |= {ALL: "Those that need no GPU, and the page of results", REPORT: "The page alone"}
+    lines = (f"  {name:<10} {' '.join(about.split())}" for name, about in abouts.items())
+    return "\n".join(textwrap.fill(line, 100, subsequent_indent=" " * 13) for line in lines)
 
 
 def run_bench(given: Any) -> None:

@@ -105,7 +105,10 @@ def lora_parameters(model: nn.Module, *, adapter_name: str | None = None) -> lis
     else:
         pairs = [(layer.active_adapter, layer) for _, layer in named_lora_layers(model) if layer.active_adapter]
     if not pairs:
-        raise ConfigError("the model has no active adapter, so nothing to train; call apply_lora or set_active_adapter")
+        raise ConfigError(
+            "the model has no active adapter, so nothing to train; call apply_lora or set_active_adapter; adapters on "
+            "megatron-core's GPTModel are listed by megatron_frozen.gpt_lora.lora_parameters"
+        )
     return [factors[name] for name, layer in pairs for factors in (layer.lora_A, layer.lora_B)]
 
 

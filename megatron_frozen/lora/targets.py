@@ -34,7 +34,10 @@ def find_targets(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
     matches = _match(config, list(modules))
     linears = {name: module for name, module in modules.items() if is_linear(module)}
     if not linears:
-        raise ConfigError("the model has no ColumnParallelLinear or RowParallelLinear, and LoRA adapts nothing else")
+        raise ConfigError(
+            "the model has no ColumnParallelLinear or RowParallelLinear of this package, and LoRA adapts nothing else; "
+            "for megatron-core's GPTModel call megatron_frozen.gpt_lora.apply_lora"
+        )
     one_text = isinstance(config.target_modules, str)
     _check_all_match(matches, linears=list(linears), tied=_head_is_tied(model), one_text=one_text)
     chosen = {name for names in matches.values() for name in names}

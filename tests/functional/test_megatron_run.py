@@ -117,9 +117,11 @@ def test_errors_and_exit_codes_are_the_launchers(launcher: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "run got ''; give it a script or -m and a module, and their arguments"),
+        ([], "run got nothing to run; give it a script or -m and a module, and their arguments"),
         (["-m"], "run got '-m'; give it a script or -m and a module"),
         (["--x", "y"], "run got '--x y'; give it a script"),
+        (["-m", "nowhere.there"], "run was told to run the module nowhere.there, which is not here; put its folder"),
+        (["-m", ".there"], "run was told to run the module .there, which is not here"),
         (["nowhere.py"], "run was told to run nowhere.py, which is no file here; give the path of a Python script"),
     ],
 )

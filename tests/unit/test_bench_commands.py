@@ -12,6 +12,7 @@ import torch
 
 from megatron_frozen.bench import wgrad
 from megatron_frozen.bench.backend_checks import CASES, check_backends
+from megatron_frozen.bench.commands import NAMES
 from megatron_frozen.bench.dispatch_sweep import LAYOUTS
 from megatron_frozen.bench.runner import stamp
 from megatron_frozen.cli import main
@@ -187,6 +188,15 @@ def test_without_a_gpu_the_check_says_so(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["bench", "gpu-check"]) == 2
     assert "torch finds no CUDA device; give --device cpu" in capsys.readouterr().err
+
+
+def test_help_says_what_each_name_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", "--help"])
+    assert stopped.value.code == 0
+    lines = {line.split(maxsplit=1)[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert lines["rl-step"].split(maxsplit=1)[1].startswith("A step of reinforcement learning")
+    assert all(len(lines[name].split()) > 3 for name in NAMES)
 
 
 @pytest.mark.parametrize(

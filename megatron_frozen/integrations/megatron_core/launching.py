@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import runpy
 import sys
@@ -25,12 +26,15 @@ def run_script(arguments: Sequence[str]) -> None:
     is_module = list(arguments[:1]) == ["-m"]
     name, *rest = [*(arguments[1:] if is_module else arguments)] or [""]
     if not name or (name.startswith("-") and not is_module):
-        raise ConfigError(f"run got '{' '.join(arguments)}'; give it a script or -m and a module, and their arguments")
+        given = f"'{' '.join(arguments)}'" if arguments else "nothing to run"
+        raise ConfigError(f"run got {given}; give it a script or -m and a module, and their arguments")
     if not is_module and not Path(name).exists():
         raise ConfigError(f"run was told to run {name}, which is no file here; give the path of a Python script")
     # megatron-core may lie beside the script, as in a clone of Megatron-LM, so the path comes before the patch.
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd() if is_module else str(Path(name).resolve().parent)
+    if is_module and not ((top := name.partition(".")[0]) and importlib.util.find_spec(top)):
+        raise ConfigError(f"run was told to run the module {name}, which is not here; put its folder on PYTHONPATH")
     if environment.switch(environment.PATCH, default=True):
         report = patch()
         if environment.text("RANK") in (None, "0"):
