@@ -114,6 +114,17 @@ def local_import_faults(module: Module) -> list[str]:
     ]
 
 
+def private_import_faults(module: Module) -> list[str]:
+    """A name with an underscore that is taken out of another file of ours."""
+    return [
+        f"{module.path}:{line}: imports {name} of {target}, which is private there; give it a public name"
+        for line, target, names in imports(module.tree)
+        if target.split(".")[0] == PACKAGE
+        for name in names
+        if name.startswith("_")
+    ]
+
+
 def library_faults(modules: Sequence[Module]) -> list[str]:
     """A third-party library outside the list, or one that is imported in more than one file."""
     homes: defaultdict[str, set[str]] = defaultdict(set)

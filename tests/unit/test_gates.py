@@ -52,6 +52,12 @@ PER_FILE: dict[str, tuple[Callable[[Module], list[str]], list[Module], str, str]
     "loose ends": (shape.loose_end_faults, ALL_MODULES, "x = 1  # TO" + "DO: more", "TO" + "DO"),
     "stub": (shape.loose_end_faults, ALL_MODULES, "def f():\n    raise NotImplementedError", "NotImplementedError"),
     "empty body": (shape.loose_end_faults, ALL_MODULES, 'def f():\n    """Text."""\n    pass', "f() does nothing"),
+    "private import": (
+        architecture.private_import_faults,
+        PACKAGE_MODULES,
+        "from megatron_frozen.comm import _all",
+        "imports _all of megatron_frozen.comm, which is private there",
+    ),
     "local import": (
         architecture.local_import_faults,
         PACKAGE_MODULES,
