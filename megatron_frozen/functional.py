@@ -101,6 +101,14 @@ def _output_dtype(input: torch.Tensor, wish: torch.dtype | None) -> torch.dtype 
     return wish
 
 
+def _checked_pieces(pieces: int) -> int:
+    if pieces < 1:
+        raise ConfigError(
+            f"allreduce_dgrad_pieces is {pieces}; give the number of pieces that dX travels in, 1 for whole"
+        )
+    return pieces
+
+
 def linear_with_frozen_weight(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -115,6 +123,7 @@ def linear_with_frozen_weight(
     *,
     dgrad_in_fp32: bool = False,
     allreduce_dgrad_in_fp32: bool = False,
+    allreduce_dgrad_pieces: int = 1,
     output_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Return X W^T + b for a frozen W; W gets no gradient, b does if it requires it.
@@ -123,8 +132,9 @@ def linear_with_frozen_weight(
     gradient_accumulation_fusion, grad_output_buffer and wgrad_deferral_limit are there for the shape of the call and
     must be None where None is the default. Collectives and the fp32 options: see ``LinearWithFrozenWeight``; the
     environment switches MEGATRON_TRUE_ON_POLICY_LINEAR_DGRAD_FP32 and MEGATRON_TRUE_ON_POLICY_DGRAD_ALLREDUCE_FP32
-    turn them on too. output_dtype, if wider than the operands', is the dtype of the output, rounded to nothing
-    narrower on the way; its gradient is cast back to the operands' dtype.
+    turn them on too. allreduce_dgrad_pieces cuts dX into blocks of rows, each summed over the ranks while the next is
+    multiplied (not in compiled code). output_dtype, if wider than the operands', is the dtype of the output, rounded to
+    nothing narrower on the way; its gradient is cast back to the operands' dtype.
 
     Raises LayoutError for operands that do not fit and ConfigError for options that exclude each other.
     """
@@ -149,6 +159,7 @@ def linear_with_frozen_weight(
         dgrad_in_fp32 or environment.switch(environment.LINEAR_DGRAD_FP32),
         allreduce_dgrad_in_fp32 or environment.switch(environment.DGRAD_ALLREDUCE_FP32),
         _output_dtype(operands[0], output_dtype),
+        _checked_pieces(allreduce_dgrad_pieces),
     )
 
 
@@ -166,6 +177,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
     *,
     dgrad_in_fp32: bool = False,
     allreduce_dgrad_in_fp32: bool = False,
+    allreduce_dgrad_pieces: int = 1,
     output_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Return X W^T + b for a trainable W, whose gradient goes to ``.grad`` or, fused, into ``weight.main_grad``.
@@ -203,6 +215,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
         allreduce_dgrad_in_fp32 or environment.switch(environment.DGRAD_ALLREDUCE_FP32),
         graph_target(weight) if is_traced else None,
         _output_dtype(input, output_dtype),
+        _checked_pieces(allreduce_dgrad_pieces),
     )
 
 
@@ -217,6 +230,7 @@ def linear_with_split_parameters(
     tp_group: Group = None,
     dgrad_in_fp32: bool = False,
     allreduce_dgrad_in_fp32: bool = False,
+    allreduce_dgrad_pieces: int = 1,
     output_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Return X W^T + b, where W and b stand in parts one above the other, each frozen or trainable on its own.
@@ -248,6 +262,7 @@ def linear_with_split_parameters(
         scatter,
         dgrad_in_fp32 or environment.switch(environment.LINEAR_DGRAD_FP32),
         allreduce_dgrad_in_fp32 or environment.switch(environment.DGRAD_ALLREDUCE_FP32),
+        _checked_pieces(allreduce_dgrad_pieces),
     )
     return SplitLinear.apply(
         input, gradient_accumulation_fusion, plan, targets, _output_dtype(input, output_dtype), num_parts, *parts

@@ -25,7 +25,8 @@ class LinearWithFrozenWeight(torch.autograd.Function):
     Wgrad: none; W gets no gradient.
     Dbias: sum of dY over all leading dims, if b requires grad.
     Collectives: forward, an all-gather of X under sequence parallelism; backward, an all-reduce of the 2-D dX
-        (``allreduce_dgrad``) or its reduce-scatter (``sequence_parallel``).
+        (``allreduce_dgrad``), in ``allreduce_dgrad_pieces`` of rows that travel while the next is multiplied, or its
+        reduce-scatter (``sequence_parallel``).
     Saved: W alone.
     Why: a matmul over dims that do not collapse by stride runs one tiny product per token, and under LoRA this
         product is nearly the whole backward. dX is rounded to dY's dtype once, after the sum over ranks.
@@ -46,6 +47,7 @@ class LinearWithFrozenWeight(torch.autograd.Function):
         dgrad_in_fp32: bool = False,  # noqa: FBT001, FBT002
         allreduce_dgrad_in_fp32: bool = False,  # noqa: FBT001, FBT002
         output_dtype: torch.dtype | None = None,
+        allreduce_dgrad_pieces: int = 1,
     ) -> torch.Tensor:
         """Return Y; see the class."""
         ctx.save_for_backward(weight)
@@ -55,6 +57,7 @@ class LinearWithFrozenWeight(torch.autograd.Function):
             sequence_parallel=sequence_parallel,
             dgrad_in_fp32=dgrad_in_fp32,
             allreduce_in_fp32=allreduce_dgrad_in_fp32,
+            pieces=allreduce_dgrad_pieces,
         )
         return forward_product(input, weight, bias, plan=ctx.plan, output_dtype=output_dtype)
 
@@ -69,4 +72,4 @@ class LinearWithFrozenWeight(torch.autograd.Function):
         grad_bias = None
         if ctx.needs_input_grad[2]:
             grad_bias = gemm.bias_gradient(wide_RO, repeats=fold.repeats, dtype=weight.dtype)
-        return finish() if finish else None, None, grad_bias, *[None] * 6
+        return finish() if finish else None, None, grad_bias, *[None] * 7

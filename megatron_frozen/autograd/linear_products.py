@@ -6,6 +6,7 @@ Shape suffixes: R = distinct rows of dY, I = in features, O = out features.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,6 +32,16 @@ class ProductPlan:
     """Multiply bf16 and fp16 operands straight into fp32."""
     allreduce_in_fp32: bool
     """Sum over the group in fp32."""
+    pieces: int = 1
+    """Blocks of rows in which an all-reduced product is made, each travelling while the next is multiplied."""
+
+    def num_pieces(self, num_rows: int) -> int:
+        """Return in how many all-reduces a product of ``num_rows`` travels: equal on all ranks, whose rows are.
+
+        A row at least each. One in a compiled graph, whose compiler places products and waiting itself."""
+        if self.pieces == 1 or not self.allreduce or self.group is None or torch.compiler.is_compiling():
+            return 1
+        return max(1, min(self.pieces, num_rows))
 
 
 def forward_product(
@@ -67,9 +78,39 @@ def _stands_in_order(input_: torch.Tensor) -> bool:
 def start_dgrad(
     grad_RO: torch.Tensor, weight_OI: torch.Tensor, *, fold: Fold, plan: ProductPlan
 ) -> Callable[[], torch.Tensor]:
-    """Multiply dX = dY W and return ``start_reduction`` of it, in dY's dtype."""
+    """Multiply dX = dY W and return ``start_reduction`` of it, in dY's dtype, or in the pieces that ``plan`` wants."""
+    num_pieces = plan.num_pieces(grad_RO.shape[0])
+    if num_pieces > 1:
+        return _start_in_pieces(grad_RO, weight_OI, fold=fold, plan=plan, num_pieces=num_pieces)
     product_RI = gemm.dgrad(grad_RO, weight_OI, in_fp32=plan.dgrad_in_fp32)
     return start_reduction(product_RI, fold=fold, plan=plan, dtype=grad_RO.dtype)
+
+
+def _start_in_pieces(
+    grad_RO: torch.Tensor, weight_OI: torch.Tensor, *, fold: Fold, plan: ProductPlan, num_pieces: int
+) -> Callable[[], torch.Tensor]:
+    """Do what `start_dgrad` does by blocks of rows of one buffer: as many all-reduces, of as many bytes in all.
+
+    Dtypes and roundings are those of ``start_reduction``. What travels is waited for where a later block fails, too."""
+    wide = torch.promote_types(grad_RO.dtype, torch.float32)
+    dtype = wide if plan.dgrad_in_fp32 else grad_RO.dtype
+    dX_RI = grad_RO.new_empty(grad_RO.shape[0], weight_OI.shape[1], dtype=wide if plan.allreduce_in_fp32 else dtype)
+    with ExitStack() as waits:
+        for rows, part in zip(grad_RO.tensor_split(num_pieces), dX_RI.tensor_split(num_pieces), strict=True):
+            if part.dtype is dtype:
+                gemm.dgrad(rows, weight_OI, in_fp32=plan.dgrad_in_fp32, out=part)
+            else:
+                part.copy_(gemm.dgrad(rows, weight_OI))
+            _, work = all_reduce_(part, group=plan.group, async_op=True)
+            if work is not None:
+                waits.callback(work.wait)
+        pending = waits.pop_all()
+
+    def finish() -> torch.Tensor:
+        pending.close()  # every wait, also where one raises
+        return fold.unfold(dX_RI.to(grad_RO.dtype))
+
+    return finish
 
 
 def start_reduction(

@@ -5,19 +5,20 @@ Shape suffixes: R = rows of a fold, O = out features of all parts, P = those of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from megatron_frozen import gemm
 from megatron_frozen.autograd.grad_dtype import kept_grad_dtype
-from megatron_frozen.autograd.linear_products import ProductPlan, start_reduction
+from megatron_frozen.autograd.linear_products import ProductPlan, start_dgrad, start_reduction
+from megatron_frozen.autograd.once import once_differentiable
 from megatron_frozen.comm import all_gather
 from megatron_frozen.comm.groups import Group
 from megatron_frozen.layout import Fold, fold_leading, fold_pair
 from megatron_frozen.main_grad import GraphTarget, deliver_all_in_graph, deliver_weight_gradients
+from megatron_frozen.storage import join
 
 Gradients = list[torch.Tensor | None]
 
@@ -36,7 +37,8 @@ class SplitLinear(torch.autograd.Function):
         where those adjoin too, else one for each.
     Dbias: sum of dY over all leading dims, cut into the parts that require it, in their ``grad_dtype``.
     Collectives: forward, an all-gather of X under sequence parallelism; backward, that gather again if a part trains,
-        and an all-reduce of the 2-D dX (``allreduce_dgrad``) or its reduce-scatter while dW is multiplied.
+        and an all-reduce of the 2-D dX (``allreduce_dgrad``), whole or in pieces of rows, or its reduce-scatter while
+        dW is multiplied.
     Saved: the parts, their concatenation if there was one, and X (the shard) if a part trains.
     Why: Hugging Face, PEFT and optimizers know q, k and v; the hardware wants one product. ``apply`` takes the parts
         one by one, as autograd does not see into a list. Source: Transformer Engine's ``parameters_split``.
@@ -47,7 +49,7 @@ class SplitLinear(torch.autograd.Function):
         ctx: Any,
         input: torch.Tensor,
         gradient_accumulation_fusion: bool,  # noqa: FBT001 - apply takes no keywords
-        plan: tuple[Group, bool, bool, bool, bool],
+        plan: tuple[Group, bool, bool, bool, bool, int],
         graph_targets: Sequence[GraphTarget] | None,
         output_dtype: torch.dtype | None,
         num_parts: int,
@@ -55,13 +57,14 @@ class SplitLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         """Return Y; ``parts`` are the weights, then the biases, ``plan`` the fields of a ProductPlan in order."""
         weights, biases = list(parts[:num_parts]), list(parts[num_parts:])
-        group, allreduce, sequence_parallel, dgrad_in_fp32, allreduce_in_fp32 = plan
+        group, allreduce, sequence_parallel, dgrad_in_fp32, allreduce_in_fp32, pieces = plan
         ctx.plan = ProductPlan(
             group=group,
             allreduce=allreduce,
             sequence_parallel=sequence_parallel,
             dgrad_in_fp32=dgrad_in_fp32,
             allreduce_in_fp32=allreduce_in_fp32,
+            pieces=pieces,
         )
         ctx.num_parts, ctx.graph_targets = num_parts, graph_targets
         ctx.sizes = [weight.shape[0] for weight in weights]
@@ -89,10 +92,7 @@ class SplitLinear(torch.autograd.Function):
             input, gathering = all_gather(input, group=ctx.plan.group, async_op=True)
         wide_RO, fold = fold_leading(grad_output)
         grad_RO = wide_RO.to(ctx.dtype)
-        finish = None
-        if needs_input:
-            product_RI = gemm.joined_dgrad(grad_RO, weights, kept, in_fp32=ctx.plan.dgrad_in_fp32)
-            finish = start_reduction(product_RI, fold=fold, plan=ctx.plan, dtype=ctx.dtype)
+        finish = _start_dgrad(grad_RO, weights, kept, fold=fold, plan=ctx.plan) if needs_input else None
         if gathering is not None:
             gathering.wait()
         grads: Gradients = [None] * len(needs_parts)
@@ -103,6 +103,15 @@ class SplitLinear(torch.autograd.Function):
         if any(needs_parts[ctx.num_parts :]):
             grads[ctx.num_parts :] = _bias_gradients(ctx, wide_RO, repeats=fold.repeats)
         return finish() if finish else None, *[None] * 5, *grads
+
+
+def _start_dgrad(
+    grad_RO: torch.Tensor, weights: list[torch.Tensor], kept: torch.Tensor | None, *, fold: Fold, plan: ProductPlan
+) -> Callable[[], torch.Tensor]:
+    if torch.compiler.is_compiling():  # where the parts lie is seen when the graph runs
+        product_RI = gemm.joined_dgrad(grad_RO, weights, kept, in_fp32=plan.dgrad_in_fp32)
+        return start_reduction(product_RI, fold=fold, plan=plan, dtype=grad_RO.dtype)
+    return start_dgrad(grad_RO, join(weights) if kept is None else kept, fold=fold, plan=plan)
 
 
 def _columns(grad_RO: torch.Tensor, sizes: Sequence[int], *, chosen: Sequence[int]) -> torch.Tensor:

@@ -30,8 +30,8 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
         returned in ``weight.grad_dtype``, straight from the operands, where that is wider than W's dtype.
     Dbias: sum of dY over all leading dims, if b requires grad, in ``bias.grad_dtype``.
     Collectives: forward, an all-gather of X under sequence parallelism; backward, that gather again while dX is
-        multiplied, and an all-reduce of the 2-D dX (``allreduce_dgrad``) or its reduce-scatter while dW is
-        multiplied.
+        multiplied, and an all-reduce of the 2-D dX (``allreduce_dgrad``), whole or in ``allreduce_dgrad_pieces`` of
+        rows, or its reduce-scatter while dW is multiplied.
     Saved: X (the shard) and W; the Parameter object beside them, since a saved copy carries no main_grad.
     Why: upstream folds the operands of dW alone. X is saved as a shard because activations outnumber weights.
 
@@ -54,6 +54,7 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
         allreduce_dgrad_in_fp32: bool = False,  # noqa: FBT001, FBT002
         graph_target: GraphTarget | None = None,
         output_dtype: torch.dtype | None = None,
+        allreduce_dgrad_pieces: int = 1,
     ) -> torch.Tensor:
         """Return Y; see the class."""
         ctx.save_for_backward(input, weight)
@@ -68,6 +69,7 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
             sequence_parallel=sequence_parallel,
             dgrad_in_fp32=dgrad_in_fp32,
             allreduce_in_fp32=allreduce_dgrad_in_fp32,
+            pieces=allreduce_dgrad_pieces,
         )
         return forward_product(input, weight, bias, plan=ctx.plan, output_dtype=output_dtype)
 
@@ -88,7 +90,7 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
             gathering.wait()
         grad_weight = _weight_gradient(ctx, grad_RO, fold, input) if computes_weight else None
         grad_bias = _bias_gradient(ctx, wide_RO, fold) if needs_bias else None
-        return finish() if finish else None, grad_weight, grad_bias, *[None] * 10
+        return finish() if finish else None, grad_weight, grad_bias, *[None] * 11
 
 
 def _put_off(ctx: Any, grad_output: torch.Tensor) -> bool:

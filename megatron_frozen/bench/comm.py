@@ -4,6 +4,9 @@ Counted, not timed: the numbers are the same on any machine. ``payload_bytes`` i
 collective; ``sent_bytes`` what a ring sends for it from each rank: twice (n - 1) / n of it for an all-reduce and once
 for a gather or a reduce-scatter. What ours sums once a step, the gradients of the replicated factors, goes with all
 other such gradients in one bucket, whatever the number of layers and micro-batches.
+
+Timed, in the rows of kind time: a column layer's backward on two ranks, its all-reduce of dX whole and in pieces that
+travel while the next is multiplied; the rows of kind verdict say whether that pays here.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from megatron_frozen.bench import comm_pieces
 from megatron_frozen.bench.comm_ranks import (
     BACKWARD,
     DECODER_LAYER,
@@ -33,13 +37,15 @@ COLUMNS = ("layer", "ranks", "sequence_parallel", "scheme", "phase", *KINDS, "co
 
 
 def run(config: BenchConfig) -> None:
-    """Count on 2 and on 4 ranks of this machine, print tables, write comm.csv and comm.png."""
+    """Count on 2 and on 4 ranks of this machine, time pieces on 2, print tables, write comm.csv and comm.png."""
     mark = stamp("cpu")
     rows = [mark | row for num_ranks in RANKS for row in measure(num_ranks, small=config.small)]
     print(text_table(rows, COLUMNS), end="\n\n")
     targets = [mark | row for row in verdicts(rows)]
     print(text_table(targets, ("layer", "ranks", "sequence_parallel", "phase", "figure", "value", "target", "met")))
-    write_csv(config.output / "comm.csv", rows + targets)
+    pieces = [mark | row for row in comm_pieces.measure(config)]
+    print(text_table(pieces, comm_pieces.COLUMNS))
+    write_csv(config.output / "comm.csv", rows + targets + pieces)
     groups: dict[str, dict[str, float]] = {}
     for row in rows:
         if row["layer"] != DECODER_LAYER and row["phase"] != STEP:

@@ -22,11 +22,11 @@ def _autocast_is_on(tensor: torch.Tensor) -> bool:
     return torch.is_autocast_enabled(tensor.device.type)
 
 
-def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _mm(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     if _autocast_is_on(left):
         with _no_autocast(left):
-            return torch.mm(left, right)
-    return torch.mm(left, right)
+            return torch.mm(left, right, out=out)
+    return torch.mm(left, right, out=out)
 
 
 def _widened(
@@ -36,6 +36,7 @@ def _widened(
     *,
     dtype: torch.dtype,
     bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the product in a wider ``dtype`` than its operands', by the chosen backend, with no copy in that dtype.
 
@@ -43,11 +44,17 @@ def _widened(
     """
     if torch.compiler.is_compiling():
         return widened_product(left, right, bias, product.value, dtype)
-    return _multiplied(product, left, right, dtype=dtype, bias=bias)
+    return _multiplied(product, left, right, dtype=dtype, bias=bias, out=out)
 
 
 def _multiplied(
-    product: Product, left: torch.Tensor, right: torch.Tensor, *, dtype: torch.dtype, bias: torch.Tensor | None
+    product: Product,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     request = Request(
         product=product,
@@ -56,7 +63,7 @@ def _multiplied(
         output_dtype=dtype,
         with_bias=bias is not None,
     )
-    return multiply(request, left, right, bias=bias)[0]
+    return multiply(request, left, right, bias=bias, out=out)[0]
 
 
 @torch.library.custom_op("megatron_frozen::widened_product", mutates_args=())
@@ -101,11 +108,15 @@ def forward_in_order(input_: torch.Tensor, weight_OI: torch.Tensor) -> torch.Ten
     return torch.nn.functional.linear(input_, weight_OI)
 
 
-def dgrad(grad_output_TO: torch.Tensor, weight_OI: torch.Tensor, *, in_fp32: bool = False) -> torch.Tensor:
-    """Return dX = dY W as [T, I], in the operands' dtype or, ``in_fp32``, straight into fp32."""
+def dgrad(
+    grad_output_TO: torch.Tensor, weight_OI: torch.Tensor, *, in_fp32: bool = False, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return dX = dY W as [T, I], in the operands' dtype or, ``in_fp32``, straight into fp32.
+
+    ``out``, of that shape and dtype, is what it is written into; for eager code outside autograd, as a backward is."""
     if in_fp32 and grad_output_TO.dtype in LOW_PRECISION:
-        return _widened(Product.DGRAD, grad_output_TO, weight_OI, dtype=torch.float32)
-    return _mm(grad_output_TO, weight_OI)
+        return _widened(Product.DGRAD, grad_output_TO, weight_OI, dtype=torch.float32, out=out)
+    return _mm(grad_output_TO, weight_OI, out=out)
 
 
 def wgrad(grad_output_TO: torch.Tensor, input_TI: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:

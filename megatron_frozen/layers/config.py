@@ -11,9 +11,9 @@ from megatron_frozen.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelParallelConfig:
-    """The fields of ``megatron.core.ModelParallelConfig`` that tensor-parallel layers read, and two of our own, last.
+    """The fields of ``megatron.core.ModelParallelConfig`` that tensor-parallel layers read, and three of our own, last.
 
-    Raises ConfigError where a size is below 1 or params_dtype is no floating-point dtype.
+    Raises ConfigError where a size or a number is below 1 or params_dtype is no floating-point dtype.
     """
 
     tensor_model_parallel_size: int = 1
@@ -40,11 +40,18 @@ class ModelParallelConfig:
     """Multiply the low-precision operands of input gradients straight into fp32."""
     allreduce_dgrad_in_fp32: bool = False
     """Sum input gradients over ranks in fp32."""
+    allreduce_dgrad_pieces: int = 1
+    """Blocks of rows in which a layer all-reduces its input gradient, each while the next is multiplied; 1: whole. An
+    entry that several layers share, as the decoder's and LoRA's, sums whole, and so does compiled code."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range."""
         for name in ("tensor_model_parallel_size", "expert_model_parallel_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give the number of ranks, at least 1")
+        if self.allreduce_dgrad_pieces < 1:
+            raise ConfigError(
+                f"allreduce_dgrad_pieces is {self.allreduce_dgrad_pieces}; give a number of pieces, at least 1"
+            )
         if not self.params_dtype.is_floating_point:
             raise ConfigError(f"params_dtype is {self.params_dtype}; give a floating-point dtype")

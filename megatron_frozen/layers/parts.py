@@ -84,6 +84,11 @@ def dgrad_sum_in_fp32(config: Any) -> bool:
     return getattr(config, "allreduce_dgrad_in_fp32", False) or environment.switch(environment.DGRAD_ALLREDUCE_FP32)
 
 
+def dgrad_pieces(config: Any) -> int:
+    """Return in how many pieces ``config`` asks for dX to be summed over ranks."""
+    return getattr(config, "allreduce_dgrad_pieces", 1)
+
+
 def enter_region(input_: torch.Tensor, *, sequence_parallel: bool, config: Any, group: Group) -> torch.Tensor:
     """Return the input [s, b, h] that every rank of ``group`` multiplies; its gradient is summed over them, once.
 
@@ -109,6 +114,7 @@ def frozen_or_trainable_linear(
         gradient_accumulation_fusion=config.gradient_accumulation_fusion,
         dgrad_in_fp32=dgrad_in_fp32(config),
         allreduce_dgrad_in_fp32=dgrad_sum_in_fp32(config),
+        allreduce_dgrad_pieces=dgrad_pieces(config),
         **options,
     )
 
@@ -129,6 +135,7 @@ def split_linear(
         gradient_accumulation_fusion=config.gradient_accumulation_fusion,
         dgrad_in_fp32=dgrad_in_fp32(config),
         allreduce_dgrad_in_fp32=dgrad_sum_in_fp32(config),
+        allreduce_dgrad_pieces=dgrad_pieces(config),
         **options,
     )
 

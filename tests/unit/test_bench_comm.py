@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_frozen.bench import comm
+from megatron_frozen.bench import comm, comm_pieces
 from megatron_frozen.bench.comm_ranks import (
     BACKWARD,
     BRIDGE,
@@ -89,8 +89,30 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     targets = [row for row in rows if row["kind"] == "target"]
     assert len(targets) == 2 * 2 * 2 * 2 * 2
     assert {row["met"] for row in targets} == {"yes"}
+    times = [row for row in rows if row["kind"] == "time"]
+    assert [row["pieces"] for row in times] == ["", "", "1", "2", "4", "8"] * 2
+    assert [row["collectives"] for row in times] == ["0", "1", "1", "2", "4", "8"] * 2
+    assert {row["payload_bytes"] for row in times} == {"0", str(16 * 32 * 2)}
+    assert all(float(row["median_ms"]) > 0 for row in times)
+    verdicts = [row for row in rows if row["kind"] == "verdict"]
+    assert [row["weight"] for row in verdicts] == ["frozen", "trainable"]
+    assert {row["verdict"] for row in verdicts} <= {"pays", "does not pay"}
+    assert not any(row["met"] for row in verdicts)
     assert (tmp_path / "comm.png").read_bytes().startswith(b"\x89PNG")
     assert "Megatron-Bridge's scheme" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("seconds", "says"), [([1, 1, 4, 3, 2.5, 3.5], "pays"), ([1, 1, 3, 2.9, 4, 5], "does not pay")]
+)
+def test_the_fastest_cut_is_judged_by_the_slower_rank(seconds: list[float], says: str) -> None:
+    ways: list[Row] = [{"way": "x", "pieces": pieces} for pieces in ("", "", *comm_pieces.PIECES)]
+    slow = [(way, [time, time, 100.0]) for way, time in zip(ways, seconds, strict=True)]
+    fast = [(way, [0.1, 0.1, 0.1]) for way in ways]
+    *rows, verdict = comm_pieces._rows(comm_pieces.SMALL_CASES[0], [fast, slow])
+    assert [row["median_ms"] for row in rows] == [1e3 * time for time in seconds]
+    assert (verdict["verdict"], verdict["ratio"]) == (says, min(seconds[3:]) / seconds[2])
+    assert verdict["pieces"] == comm_pieces.PIECES[seconds.index(min(seconds[3:])) - 2]
 
 
 def test_a_collective_too_many_misses_the_target() -> None:

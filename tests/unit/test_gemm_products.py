@@ -40,6 +40,19 @@ def test_fp32_dgrad_is_the_product_of_upcast_operands(dtype: torch.dtype) -> Non
     assert torch.equal(product, grad.to(product.dtype) @ weight.to(product.dtype))
 
 
+@pytest.mark.parametrize("in_fp32", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dgrad_writes_into_rows_of_a_buffer(dtype: torch.dtype, *, in_fp32: bool) -> None:
+    _, weight, _, grad = operands(dtype)
+    expected = gemm.dgrad(grad, weight, in_fp32=in_fp32)
+    buffer = torch.full((TOKENS + 2, IN), torch.nan, dtype=expected.dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        product = gemm.dgrad(grad, weight, in_fp32=in_fp32, out=buffer[1:-1])
+    assert product.data_ptr() == buffer[1:].data_ptr()
+    assert torch.equal(buffer[1:-1], expected)
+    assert buffer[[0, -1]].isnan().all()
+
+
 def test_products_keep_the_dtype_of_their_operands_under_autocast() -> None:
     """A backward may run inside the user's autocast, which must not change what is saved in fp32."""
     x, weight, bias, grad = operands(torch.float32)
