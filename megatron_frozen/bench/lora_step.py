@@ -99,7 +99,7 @@ def our_step(*, folder: Path, adapter: Path, rows: Tensor, learning_rate: float,
     load_adapter(model, adapter)
     model.train()
     if compiled:
-        model.compile_layers()
+        model.model.compile_layers()
     if apart:
         for layer in model.model.layers:
             for module in layer.modules():

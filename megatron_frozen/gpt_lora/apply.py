@@ -15,6 +15,7 @@ from megatron_frozen.gpt_lora.layer import FullFactors, ProjectionAdapters
 from megatron_frozen.gpt_lora.projections import Projection, chosen_projections
 from megatron_frozen.integrations.megatron_core.layers import use_frozen_linear
 from megatron_frozen.lora import LoraConfig
+from megatron_frozen.lora.guard import assert_some_gradient
 from megatron_frozen.lora.init import init_lora_a, shared_seed
 
 
@@ -114,6 +115,14 @@ def lora_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return every A and B: what the optimizer takes. Raises ConfigError where there are none."""
     unique = dict.fromkeys(named_adapters(model).values())
     return [parameter for adapters in unique for parameter in adapters.parameters()]
+
+
+def assert_adapters_learn(model: nn.Module) -> None:
+    """Raise unless some adapter gradient is non-zero; see ``megatron_frozen.assert_adapters_learn``.
+
+    Under Megatron's DDP call it before the wrapper takes the gradients out of ``.grad``, so without fused buffers.
+    """
+    assert_some_gradient(lora_parameters(model))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,7 +23,12 @@ def assert_adapters_learn(model: nn.Module) -> None:
     Raises:
         ConfigError: all gradients are absent or zero, on every rank.
     """
-    grads = [parameter.grad for parameter in lora_parameters(model)]
+    assert_some_gradient(lora_parameters(model))
+
+
+def assert_some_gradient(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Do this for the given parameters of an adapter."""
+    grads = [parameter.grad for parameter in parameters]
     num_absent = sum(grad is None for grad in grads)
     is_learning = any(grad is not None and bool(torch.count_nonzero(grad)) for grad in grads)
     if not any(gather_objects(is_learning, group=WORLD)):

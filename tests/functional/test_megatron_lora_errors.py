@@ -65,7 +65,19 @@ def one_stage(model: Any) -> None:
     gpt_lora.save_adapter(model, "unused")
 
 
+def learns_nothing(model: Any) -> None:
+    gpt_lora.apply_lora(model, LoraConfig())
+    adapters = gpt_lora.lora_parameters(model)
+    for parameter in adapters:
+        parameter.grad = torch.zeros_like(parameter)
+    adapters[-1].grad = torch.ones_like(adapters[-1])
+    gpt_lora.assert_adapters_learn(model)
+    adapters[-1].grad = None
+    gpt_lora.assert_adapters_learn(model)
+
+
 FAILURES = [
+    (learns_nothing, r"no adapter gradient is other than zero \(1 of"),
     (unknown_name, "no projection of the GPTModel matches LoRA target_modules 'linear_fc1x'"),
     (unknown_pattern, "no projection of the GPTModel matches LoRA target_modules 'layers"),
     (unknown_layer, r"LoRA layers_to_transform names layers \[7\], which hold no target projection"),

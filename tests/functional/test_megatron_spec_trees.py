@@ -155,6 +155,13 @@ def test_a_head_of_a_class_below_megatrons() -> None:
     assert output.tolist() == [[[8.0] * 8]] * 2
 
 
+def test_a_wrapped_model_is_refused() -> None:
+    wrapper: Any = nn.Module()
+    wrapper.module = nn.Module()
+    with pytest.raises(ConfigError, match="use_frozen_head was given a Module around a model"):
+        integration.use_frozen_head(wrapper)
+
+
 def test_other_heads_are_refused() -> None:
     model: Any = nn.Module()
     model.output_layer = nn.Linear(2, 2)

@@ -22,9 +22,14 @@ def use_frozen_head(model: nn.Module) -> nn.Module:
     frozen, for which megatron-core's own drain has no case: turn the option off then, or ``patch()``. A model without
     an output layer, such as an early pipeline stage, is left alone.
 
-    Raises ConfigError where the output layer is not one of megatron-core's local layers.
+    Raises ConfigError where the output layer is not one of megatron-core's local layers, or a wrapper is given.
     """
     head = getattr(model, "output_layer", None)
+    if head is None and isinstance(getattr(model, "module", None), nn.Module):
+        raise ConfigError(
+            f"use_frozen_head was given a {type(model).__name__} around a model; give the GPTModel itself, before it is "
+            f"wrapped"
+        )
     if head is None or isinstance(head, ColumnSteps):
         return model
     if not isinstance(head, upstream.core("tensor_parallel.layers").ColumnParallelLinear):
