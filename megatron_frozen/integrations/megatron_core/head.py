@@ -27,8 +27,8 @@ def use_frozen_head(model: nn.Module) -> nn.Module:
     head = getattr(model, "output_layer", None)
     if head is None and isinstance(getattr(model, "module", None), nn.Module):
         raise ConfigError(
-            f"use_frozen_head was given a {type(model).__name__} around a model; give the GPTModel itself, before it is "
-            f"wrapped"
+            f"use_frozen_head was given a {type(model).__name__} around a model; give the GPTModel itself, before it "
+            f"is wrapped"
         )
     if head is None or isinstance(head, ColumnSteps):
         return model
