@@ -6,7 +6,9 @@ for a gather or a reduce-scatter. What ours sums once a step, the gradients of t
 other such gradients in one bucket, whatever the number of layers and micro-batches.
 
 Timed, in the rows of kind time: a column layer's backward on two ranks, its all-reduce of dX whole and in pieces that
-travel while the next is multiplied; the rows of kind verdict say whether that pays here.
+travel while the next is multiplied; the rows of kind verdict say whether that pays here. gloo sums on the ranks' own
+cores, so there is time to hide only where a core is idle; the cut product itself takes as long as the whole, within 2%
+at up to 4 pieces.
 """
 
 from __future__ import annotations
