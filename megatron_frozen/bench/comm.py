@@ -7,7 +7,7 @@ other such gradients in one bucket, whatever the number of layers and micro-batc
 
 Timed, in the rows of kind time: a column layer's backward on two ranks, its all-reduce of dX whole and in pieces that
 travel while the next is multiplied; the rows of kind verdict say whether that pays here. gloo sums on the ranks' own
-cores, so there is time to hide only where a core is idle; the cut product itself takes as long as the whole, within 2%
+cores, so there is time to hide only where a core is idle; the cut product itself takes as long as the whole, within 3%
 at up to 4 pieces.
 """
 
