@@ -21,6 +21,7 @@ from megatron_frozen.autograd import (
     VocabParallelCrossEntropy,
 )
 from megatron_frozen.autograd.cross_entropy import IGNORED_TARGET
+from megatron_frozen.autograd.linear_products import ProductPlan
 from megatron_frozen.comm.groups import Group, chosen_group, group_size
 from megatron_frozen.errors import ConfigError, LayoutError
 from megatron_frozen.main_grad import check_product, graph_target
@@ -256,13 +257,13 @@ def linear_with_split_parameters(
     targets = None
     if torch.compiler.is_compiling() and gradient_accumulation_fusion and torch.is_grad_enabled():
         targets = [graph_target(part) for part in weights if part.requires_grad]
-    plan = (
-        group,
-        allreduce,
-        scatter,
-        dgrad_in_fp32 or environment.switch(environment.LINEAR_DGRAD_FP32),
-        allreduce_dgrad_in_fp32 or environment.switch(environment.DGRAD_ALLREDUCE_FP32),
-        _checked_pieces(allreduce_dgrad_pieces),
+    plan = ProductPlan(
+        group=group,
+        allreduce=allreduce,
+        sequence_parallel=scatter,
+        dgrad_in_fp32=dgrad_in_fp32 or environment.switch(environment.LINEAR_DGRAD_FP32),
+        allreduce_in_fp32=allreduce_dgrad_in_fp32 or environment.switch(environment.DGRAD_ALLREDUCE_FP32),
+        pieces=_checked_pieces(allreduce_dgrad_pieces),
     )
     return SplitLinear.apply(
         input, gradient_accumulation_fusion, plan, targets, _output_dtype(input, output_dtype), num_parts, *parts

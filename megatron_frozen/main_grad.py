@@ -192,7 +192,8 @@ def deliver_weight_gradient(
 def deliver_weight_gradients(
     weights: Sequence[torch.Tensor], grad_output: torch.Tensor, total_input: torch.Tensor
 ) -> list[torch.Tensor | None]:
-    """Do this for fused weights [O_i, I] that stand one above the other; grad_output [..., sum O_i].
+    """Do what ``deliver_weight_gradient`` does, for fused weights [O_i, I] one above the other, of grad_output
+    [..., sum O_i].
 
     One product writes all buffers where they adjoin in memory and are written in one way, else one product each.
     """

@@ -15,7 +15,6 @@ from megatron_frozen.autograd.grad_dtype import kept_grad_dtype
 from megatron_frozen.autograd.linear_products import ProductPlan, start_dgrad, start_reduction
 from megatron_frozen.autograd.once import once_differentiable
 from megatron_frozen.comm import all_gather
-from megatron_frozen.comm.groups import Group
 from megatron_frozen.layout import Fold, fold_leading, fold_pair
 from megatron_frozen.main_grad import GraphTarget, deliver_all_in_graph, deliver_weight_gradients
 from megatron_frozen.storage import join
@@ -49,31 +48,23 @@ class SplitLinear(torch.autograd.Function):
         ctx: Any,
         input: torch.Tensor,
         gradient_accumulation_fusion: bool,  # noqa: FBT001 - apply takes no keywords
-        plan: tuple[Group, bool, bool, bool, bool, int],
+        plan: ProductPlan,
         graph_targets: Sequence[GraphTarget] | None,
         output_dtype: torch.dtype | None,
         num_parts: int,
         *parts: torch.Tensor,
     ) -> torch.Tensor:
-        """Return Y; ``parts`` are the weights, then the biases, ``plan`` the fields of a ProductPlan in order."""
+        """Return Y; ``parts`` are the weights, then the biases."""
         weights, biases = list(parts[:num_parts]), list(parts[num_parts:])
-        group, allreduce, sequence_parallel, dgrad_in_fp32, allreduce_in_fp32, pieces = plan
-        ctx.plan = ProductPlan(
-            group=group,
-            allreduce=allreduce,
-            sequence_parallel=sequence_parallel,
-            dgrad_in_fp32=dgrad_in_fp32,
-            allreduce_in_fp32=allreduce_in_fp32,
-            pieces=pieces,
-        )
+        ctx.plan = plan
         ctx.num_parts, ctx.graph_targets = num_parts, graph_targets
         ctx.sizes = [weight.shape[0] for weight in weights]
         ctx.owners = weights if gradient_accumulation_fusion else None  # a saved copy carries no main_grad
         ctx.grad_dtypes = [kept_grad_dtype(part) for part in parts]
         trains = any(ctx.needs_input_grad[6 : 6 + num_parts])
         total_input = input
-        if sequence_parallel:
-            total_input, _ = all_gather(input, group=group)
+        if plan.sequence_parallel:
+            total_input, _ = all_gather(input, group=plan.group)
         input_RI, fold = fold_leading(total_input)
         output_RO, kept = gemm.joined_forward(input_RI, weights, biases, dtype=output_dtype)
         ctx.save_for_backward(input if trains else None, kept, *weights)
