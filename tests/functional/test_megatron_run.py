@@ -45,7 +45,8 @@ Y, _ = layer(X)
 with Recorder() as seen:
     Y.backward(torch.ones(2, 3, Y.shape[-1]).transpose(0, 1))
 learns = layer.bias.grad is not None
-print(__name__, sys.argv[1:], beside.VALUE, "bmm", seen.count("aten.bmm"), "bias", learns, flush=True)
+line = f"{__name__} {sys.argv[1:]} {beside.VALUE} bmm {seen.count('aten.bmm')} bias {learns}"
+print(line + "\\n", end="", flush=True)  # one write, or the ranks' pieces mix
 """
 
 

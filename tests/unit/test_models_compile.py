@@ -22,7 +22,7 @@ def _arguments(variant: str) -> tuple[Any, Any]:
 
 
 def test_one_graph_for_the_first_layer_one_for_the_others_and_one_without_gradients() -> None:
-    error, num_graphs, num_compared = compile_model(0, 1, *_arguments("llama"), {})
+    ((error, num_graphs, num_compared),) = run_ranks(1, compile_model, *_arguments("llama"), {})
     assert num_compared == 5 * (2 + 3 * 14)
     assert error < 1e-9
     assert num_graphs == [3, 3]  # recomputing adds none
