@@ -69,9 +69,10 @@ def test_memory_of_one_call() -> None:
         torch.ones(2**24)
         return torch.ones(2**24)
 
-    measured = extra_mib(way, device="cpu")
+    # The least of three: a system may count what was freed a moment ago.
+    measured = min(extra_mib(way, device="cpu") for _ in range(3))
     assert math.isnan(measured) or 60 < measured < 100
-    assert not extra_mib(lambda: held.add_(1), device="cpu") > 4
+    assert not min(extra_mib(lambda: held.add_(1), device="cpu") for _ in range(3)) > 4
 
 
 def test_threads_are_given_back() -> None:
