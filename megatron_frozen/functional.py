@@ -126,6 +126,7 @@ def linear_with_frozen_weight(
     allreduce_dgrad_in_fp32: bool = False,
     allreduce_dgrad_pieces: int = 1,
     output_dtype: torch.dtype | None = None,
+    gtp_remat_size: int = 1,
 ) -> torch.Tensor:
     """Return X W^T + b for a frozen W; W gets no gradient, b does if it requires it.
 
@@ -135,7 +136,8 @@ def linear_with_frozen_weight(
     environment switches MEGATRON_TRUE_ON_POLICY_LINEAR_DGRAD_FP32 and MEGATRON_TRUE_ON_POLICY_DGRAD_ALLREDUCE_FP32
     turn them on too. allreduce_dgrad_pieces cuts dX into blocks of rows, each summed over the ranks while the next is
     multiplied (not in compiled code). output_dtype, if wider than the operands', is the dtype of the output, rounded to
-    nothing narrower on the way; its gradient is cast back to the operands' dtype.
+    nothing narrower on the way; its gradient is cast back to the operands' dtype. gtp_remat_size, of Megatron's main,
+    must be 1.
 
     Raises LayoutError for operands that do not fit and ConfigError for options that exclude each other.
     """
@@ -150,7 +152,7 @@ def linear_with_frozen_weight(
         sequence_parallel=sequence_parallel,
         async_grad_allreduce=async_grad_allreduce,
     )
-    check_product(weight)
+    check_product(weight, gtp_remat_size=gtp_remat_size)
     operands = _operands(input, weight, bias)
     return LinearWithFrozenWeight.apply(
         *operands,
@@ -180,13 +182,14 @@ def linear_with_grad_accumulation_and_async_allreduce(
     allreduce_dgrad_in_fp32: bool = False,
     allreduce_dgrad_pieces: int = 1,
     output_dtype: torch.dtype | None = None,
+    gtp_remat_size: int = 1,
 ) -> torch.Tensor:
     """Return X W^T + b for a trainable W, whose gradient goes to ``.grad`` or, fused, into ``weight.main_grad``.
 
     input [..., I], weight [O, I], bias [O] or None, all of one dtype (cast under autocast); returns [..., O].
     grad_output_buffer collects dY for a weight gradient that its owner computes later, up to wgrad_deferral_limit of
     them (0: no limit). Collectives and the fp32 options: see ``LinearWithGradAccumulationAndAsyncCommunication`` and
-    output_dtype: see ``linear_with_frozen_weight``.
+    output_dtype and gtp_remat_size: see ``linear_with_frozen_weight``.
 
     Raises LayoutError for operands that do not fit and ConfigError for options that exclude each other.
     """
@@ -196,7 +199,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
         sequence_parallel=sequence_parallel,
         async_grad_allreduce=async_grad_allreduce,
     )
-    check_product(weight, is_put_off=grad_output_buffer is not None)
+    check_product(weight, is_put_off=grad_output_buffer is not None, gtp_remat_size=gtp_remat_size)
     input, cast_weight, bias = _operands(input, weight, bias)
     if gradient_accumulation_fusion:
         _refuse_cast_of_fused(weight, cast_weight)

@@ -272,13 +272,14 @@ def _returned(returns: Returns, *, shape: torch.Size, like: torch.Tensor) -> tor
     return None
 
 
-def check_product(weight: torch.Tensor, *, is_put_off: bool = False) -> None:
+def check_product(weight: torch.Tensor, *, is_put_off: bool = False, gtp_remat_size: int = 1) -> None:
     """Refuse, in forward, a weight that no product of ours may take.
 
     is_put_off: its gradient is computed by Megatron's ``drain_embedding_wgrad_compute`` after the backward.
+    gtp_remat_size: over how many ranks generalised tensor parallelism cuts it further.
     Raises ConfigError.
     """
-    if getattr(weight, "is_gtp_weight_remat", False):
+    if gtp_remat_size != 1 or getattr(weight, "is_gtp_weight_remat", False):
         decide(WeightFacts(is_gtp=True), weight=weight)
     if is_put_off and hasattr(weight, "get_main_grad") and facts_of(weight).overwrites:
         raise ConfigError(

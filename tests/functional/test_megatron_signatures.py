@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import megatron_frozen as ours
+from megatron_frozen.errors import ConfigError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of Transformer Engine and apex being absent
@@ -44,6 +45,21 @@ CALLS = {
 def parameters(function: Any) -> dict[str, inspect.Parameter]:
     """Return the named parameters of a call, in order, without the receiver."""
     return {name: value for name, value in inspect.signature(function).parameters.items() if name != "self"}
+
+
+MAIN_ADDS = {"gtp_remat_size": 1, "output_dtype": None}
+"""What Megatron-core's current main passes to its two linear functions by name, beyond 0.16.1."""
+
+
+@pytest.mark.parametrize("name", ["linear_with_frozen_weight", "linear_with_grad_accumulation_and_async_allreduce"])
+def test_a_call_of_megatrons_main_fits(name: str) -> None:
+    linear, weight = getattr(ours, name), torch.randn(5, 4)
+    call = {"bias": None, "gradient_accumulation_fusion": False, "allreduce_dgrad": False, "sequence_parallel": False}
+    x = torch.randn(3, 4)
+    output = linear(x, weight, **call, **MAIN_ADDS)
+    torch.testing.assert_close(output, x @ weight.t())
+    with pytest.raises(ConfigError, match="generalised-tensor-parallel shard"):
+        linear(x, weight, **call, **MAIN_ADDS | {"gtp_remat_size": 2})
 
 
 @pytest.mark.parametrize("name", CALLS)
