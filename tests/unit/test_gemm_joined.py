@@ -43,6 +43,7 @@ def test_operators_pass_opcheck(adjacent: bool, dtype: torch.dtype | None) -> No
     found = [
         torch.library.opcheck(joined._joined_forward, (x, weights, [], dtype), test_utils=_PURE),
         torch.library.opcheck(joined._joined_forward, (x, weights, biases, dtype), test_utils=_PURE),
+        torch.library.opcheck(joined._joined_forward, (x, weights[:1], biases[:1], dtype)),  # nothing to concatenate
         torch.library.opcheck(joined._joined_dgrad, (g, weights, token, dtype is not None)),
     ]
     assert {verdict for checks in found for verdict in checks.values()} == {"SUCCESS"}
