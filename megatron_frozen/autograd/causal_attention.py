@@ -10,7 +10,6 @@ d = head dim; L = queries of a block, R = g L; E = keys that a block sees.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -72,8 +71,9 @@ def causal_forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
     context = query.new_empty(b, s, n, d).transpose(1, 2)
     for Q_nsd, K_ksd, V_ksd, C_nsd in zip(query, key, value, context, strict=True):
         panels, values = gemm.packed(K_ksd), V_ksd.contiguous()
-        for block in _blocks(Q_nsd, num_groups=K_ksd.shape[0]):
-            block.write(C_nsd, gemm.batched(_probs(block, panels).bfloat16(), values[:, : block.stop]))
+        for block in _blocks(s, num_groups=K_ksd.shape[0]):
+            probs_kRE = _probs(block.rows_of(Q_nsd), panels, block=block).bfloat16()
+            block.write(C_nsd, gemm.batched(probs_kRE, values[:, : block.stop]))
     return context
 
 
@@ -100,13 +100,13 @@ def _row_backward(
     keys, key_panels, value_panels = key.contiguous(), gemm.packed(key), gemm.packed(value)
     scale = query.shape[-1] ** -0.5
     keys_sum, values_sum = (torch.zeros(key.shape, dtype=torch.float32) for _ in range(2))
-    for block in _blocks(query, num_groups=key.shape[0]):
-        E, grad_kRd = block.stop, block.rows_of(grad_output)
-        probs_kRE = _probs(block, key_panels)
+    for block in _blocks(query.shape[1], num_groups=key.shape[0]):
+        E, query_kRd, grad_kRd = block.stop, block.rows_of(query), block.rows_of(grad_output)
+        probs_kRE = _probs(query_kRd, key_panels, block=block)
         grad_probs_kRE = gemm.batched_wide(grad_kRd, value_panels, num_columns=E)
         grad_scores_kRE = _softmax_backward(grad_probs_kRE, probs_kRE, -1, torch.float32).bfloat16()
         values_sum[:, :E] += gemm.batched(probs_kRE.bfloat16().transpose(1, 2), grad_kRd)
-        keys_sum[:, :E] += gemm.batched(grad_scores_kRE.transpose(1, 2), block.rows)
+        keys_sum[:, :E] += gemm.batched(grad_scores_kRE.transpose(1, 2), query_kRd)
         block.write(grad_query, gemm.batched(grad_scores_kRE, keys[:, :E]).mul_(scale))
     grad_key.copy_(keys_sum.mul_(scale))
     grad_value.copy_(values_sum)
@@ -117,11 +117,13 @@ class _Block(NamedTuple):
 
     start: int
     stop: int
-    rows: torch.Tensor
+    num_groups: int
 
     def _of(self, heads_nsd: torch.Tensor) -> torch.Tensor:
         """Return this block's part as [k, g, L, d], a view."""
-        return heads_nsd[:, self.start : self.stop].unflatten(0, (self.rows.shape[0], -1))
+        num_heads = heads_nsd.shape[0]
+        part = heads_nsd[:, self.start : self.stop]
+        return part.unflatten(0, (self.num_groups, num_heads // self.num_groups))
 
     def rows_of(self, heads_nsd: torch.Tensor) -> torch.Tensor:
         """Return this block's part as dense [k, R, d]."""
@@ -133,19 +135,15 @@ class _Block(NamedTuple):
         part.copy_(rows_kRd.view(part.shape))
 
 
-def _blocks(query_nsd: torch.Tensor, *, num_groups: int) -> Iterator[_Block]:
-    n, s, _ = query_nsd.shape
-    for start in range(0, s, BLOCK):
-        stop = min(start + BLOCK, s)
-        rows_kRd = query_nsd[:, start:stop].unflatten(0, (num_groups, n // num_groups)).flatten(1, 2).contiguous()
-        yield _Block(start, stop, rows_kRd)
+def _blocks(seq_length: int, *, num_groups: int) -> list[_Block]:
+    return [_Block(start, min(start + BLOCK, seq_length), num_groups) for start in range(0, seq_length, BLOCK)]
 
 
-def _probs(block: _Block, panels: torch.Tensor) -> torch.Tensor:
-    """Return P [k, R, E] in fp32."""
+def _probs(query_kRd: torch.Tensor, panels: torch.Tensor, *, block: _Block) -> torch.Tensor:
+    """Return P [k, R, E] of a block's queries in fp32."""
     length = block.stop - block.start
-    scores_kRE = gemm.batched_wide(block.rows, panels, num_columns=block.stop)
-    scores_kRE.mul_(block.rows.shape[-1] ** -0.5)
+    scores_kRE = gemm.batched_wide(query_kRd, panels, num_columns=block.stop)
+    scores_kRE.mul_(query_kRd.shape[-1] ** -0.5)
     scores_kRE.unflatten(1, (-1, length))[..., block.start :] += _above_diagonal(length)
     return scores_kRE.softmax(-1)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_frozen.bench import hf_peers
 from megatron_frozen.bench.runner import BenchConfig, Row, bar_picture, stamp, text_table, write_csv
+from megatron_frozen.bench.targets import at_least, at_most, number
 from megatron_frozen.bench.workers import Build, Run, Step, take_turns
 from megatron_frozen.checkpoint import load_hf_folder, save_hf_folder
 from megatron_frozen.checkpoint.demo_model import fetch_demo_model
@@ -43,7 +44,7 @@ def run(config: BenchConfig) -> None:
     targets = verdicts({str(row["way"]): row for row in rows})
     print(text_table(targets, ("figure", "value", "target", "met")))
     write_csv(config.output / "lora_step.csv", [stamp(config.device) | row for row in rows + targets])
-    seconds = {str(row["way"]): {"step": float(str(row["median_s"]))} for row in rows}
+    seconds = {str(row["way"]): {"step": number(row, "median_s")} for row in rows}
     bar_picture(config.output / "lora_step.png", seconds, title="LoRA step, SmolLM2-135M, 4 x 512, r=16", label="s")
 
 
@@ -155,26 +156,18 @@ def _weight_shapes(config: DecoderConfig) -> Iterator[tuple[int, int]]:
 
 def verdicts(rows: Mapping[str, Row]) -> list[Row]:
     """Return the figures that have a target, beside it."""
-
-    def number(way: str, column: str) -> float:
-        return float(str(rows[way][column]))
-
-    best = min((OURS, COMPILED), key=lambda way: number(way, "median_s"))
-    fastest_peer = min(number(way, "median_s") for way in (PEFT, PEFT_BF16, PEFT_COMPILED, FULL))
-    ours_s, peak = number(best, "median_s"), number(best, "peak_mib")
-    figures = [
-        ("fastest peer's time over ours", fastest_peer / ours_s, "at least", 1.5),
-        ("peft's time over ours", number(PEFT, "median_s") / ours_s, "at least", 3.5),
-        ("loss against peft's, largest difference", number(best, "loss_error"), "at most", 1e-2),
-        ("peak memory over peft's", peak / number(PEFT, "peak_mib"), "at most", 0.6),
-        ("peak memory over the compiled peer's", peak / number(PEFT_COMPILED, "peak_mib"), "at most", 1.0),
+    seconds = {way: number(row, "median_s") for way, row in rows.items()}
+    peaks = {way: number(row, "peak_mib") for way, row in rows.items()}
+    best = min((OURS, COMPILED), key=lambda way: seconds[way])
+    fastest_peer_s = min(seconds[way] for way in (PEFT, PEFT_BF16, PEFT_COMPILED, FULL))
+    loss_error, of = number(rows[best], "loss_error"), {"way": best}
+    return [
+        at_least("fastest peer's time over ours", fastest_peer_s / seconds[best], limit=1.5, of=of),
+        at_least("peft's time over ours", seconds[PEFT] / seconds[best], limit=3.5, of=of),
+        at_most("loss against peft's, largest difference", loss_error, limit=1e-2, of=of),
+        at_most("peak memory over peft's", peaks[best] / peaks[PEFT], limit=0.6, of=of),
+        at_most("peak memory over the compiled peer's", peaks[best] / peaks[PEFT_COMPILED], limit=1.0, of=of),
     ]
-    found: list[Row] = []
-    for figure, value, bound, target in figures:
-        met = value <= target if bound == "at most" else value >= target
-        row: Row = {"kind": "target", "way": best, "figure": figure, "value": value, "target": f"{bound} {target:g}"}
-        found.append(row | {"met": "yes" if met else "no"})
-    return found
 
 
 def _first_adapter(folder: Path, target: Path) -> Path:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_frozen.bench.runner import BenchConfig, Row, bar_picture, stamp, text_table, write_csv
+from megatron_frozen.bench.targets import at_most, number
 from megatron_frozen.bench.workers import Build, Step, take_turns
 from megatron_frozen.gemm import peers
 from megatron_frozen.layers import ColumnParallelLinear, ModelParallelConfig, RowParallelLinear
@@ -55,7 +56,7 @@ def run(config: BenchConfig) -> None:
     print(text_table(targets, ("figure", "value", "target", "met")))
     write_csv(config.output / "rl_step.csv", [stamp(config.device) | row for row in rows + targets])
     seconds = {
-        str(row["way"]): {"forward + backward": _number(row, "forward_backward_s"), "step": _number(row, "step_s")}
+        str(row["way"]): {"forward + backward": number(row, "forward_backward_s"), "step": number(row, "step_s")}
         for row in rows
     }
     bar_picture(config.output / "rl_step.png", seconds, title="RL step, Qwen2.5-0.5B shape, s=512", label="s")
@@ -83,9 +84,9 @@ def measure(config: BenchConfig) -> list[Row]:
             "grad_norm": found.figures[0]["grad_norm"],
         }
         full = row if name == FULL else rows[0]
-        ratio = _number(row, "forward_backward_s") / _number(full, "forward_backward_s")
+        ratio = number(row, "forward_backward_s") / number(full, "forward_backward_s")
         rows.append(
-            row | {"ratio_to_full": ratio, "step_ratio_to_full": _number(row, "step_s") / _number(full, "step_s")}
+            row | {"ratio_to_full": ratio, "step_ratio_to_full": number(row, "step_s") / number(full, "step_s")}
         )
     return rows
 
@@ -184,17 +185,8 @@ def _multiply_by(model: CausalLM, product: Product) -> None:
 
 def verdicts(rows: Mapping[str, Row]) -> list[Row]:
     """Return the figures that have a target, beside it."""
-    figures = (("forward + backward over full fine-tuning's", "ratio_to_full", 0.75),
-               ("step over full fine-tuning's", "step_ratio_to_full", 0.60))  # fmt: skip
-    found: list[Row] = []
-    for figure, column, target in figures:
-        value = _number(rows[OURS], column)
-        row: Row = {"kind": "target", "way": OURS, "figure": figure, "value": value, "target": f"at most {target:g}"}
-        found.append(row | {"met": "yes" if value <= target else "no"})
-    return found
-
-
-def _number(row: Row, column: str) -> float:
-    value = row[column]
-    assert isinstance(value, float), f"{column} is {value}"
-    return value
+    ours, of = rows[OURS], {"way": OURS}
+    return [
+        at_most("forward + backward over full fine-tuning's", number(ours, "ratio_to_full"), limit=0.75, of=of),
+        at_most("step over full fine-tuning's", number(ours, "step_ratio_to_full"), limit=0.60, of=of),
+    ]

@@ -22,6 +22,7 @@ from megatron_frozen.bench.runner import (
     text_table,
     write_csv,
 )
+from megatron_frozen.bench.targets import at_least, at_most, number
 from megatron_frozen.gemm import peers, select
 from megatron_frozen.gemm.request import Product, Request
 
@@ -48,7 +49,7 @@ def run(config: BenchConfig) -> None:
     print(text_table(targets, ("threads", "tokens", "out_features", "in_features", "figure", "value", "target", "met")))
     write_csv(config.output / "wgrad.csv", rows + targets)
     groups = {
-        f"{case[0]['threads']} thr. {_sizes(case[0])}": {str(row["way"]): _number(row, "median_ms") for row in case}
+        f"{case[0]['threads']} thr. {_sizes(case[0])}": {str(row["way"]): number(row, "median_ms") for row in case}
         for case in _by_case(rows)
     }
     bar_picture(config.output / "wgrad.png", groups, title="dW into fp32", label="ms")
@@ -111,23 +112,17 @@ def _ways(
 
 def verdicts(measured: Sequence[Row]) -> list[Row]:
     """Return the figures of one shape that have a target, beside it."""
-    times = {str(row["way"]): _number(row, "median_ms") for row in measured}
+    times = {str(row["way"]): number(row, "median_ms") for row in measured}
     ours = next(row for row in measured if row["way"] == OURS)
-    memory = _number(ours, "extra_mib") / _number(ours, "main_grad_mib")
-    figures = [
-        ("time of ours over the bare product's", times[OURS] / times[BARE], "at most", 1.1),
-        ("product + add's time over ours", times[ADDED] / times[OURS], "at least", 1.5),
-        ("fp32 upcast's time over ours", times[UPCAST] / times[OURS], "at least", 4.0),
-        ("relative error of ours", _number(ours, "relative_error"), "at most", 1e-6),
-        ("extra memory of ours over main_grad", memory, "at most", 1.0),
+    memory = number(ours, "extra_mib") / number(ours, "main_grad_mib")
+    of = {key: value for key, value in ours.items() if key not in COLUMNS[4:] and key != "kind"}
+    return [
+        at_most("time of ours over the bare product's", times[OURS] / times[BARE], limit=1.1, of=of),
+        at_least("product + add's time over ours", times[ADDED] / times[OURS], limit=1.5, of=of),
+        at_least("fp32 upcast's time over ours", times[UPCAST] / times[OURS], limit=4.0, of=of),
+        at_most("relative error of ours", number(ours, "relative_error"), limit=1e-6, of=of),
+        at_most("extra memory of ours over main_grad", memory, limit=1.0, of=of),
     ]
-    same = {key: value for key, value in ours.items() if key not in COLUMNS[4:] and key != "kind"}
-    rows: list[Row] = []
-    for figure, value, bound, target in figures:
-        met = value <= target if bound == "at most" else value >= target
-        row: Row = {**same, "kind": "target", "figure": figure, "value": value, "target": f"{bound} {target:g}"}
-        rows.append(row | {"met": "yes" if met else "no"})
-    return rows
 
 
 def _by_case(rows: Sequence[Row]) -> list[list[Row]]:
@@ -139,9 +134,3 @@ def _by_case(rows: Sequence[Row]) -> list[list[Row]]:
 
 def _sizes(row: Row) -> str:
     return f"{row['tokens']}x{row['out_features']}x{row['in_features']}"
-
-
-def _number(row: Row, column: str) -> float:
-    value = row[column]
-    assert isinstance(value, float), f"{column} is {value}"
-    return value

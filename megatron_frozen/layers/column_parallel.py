@@ -11,6 +11,7 @@ from megatron_frozen.comm import gather_from_tensor_model_parallel_region
 from megatron_frozen.comm.groups import Group, group_size
 from megatron_frozen.errors import ConfigError, LayoutError
 from megatron_frozen.layers.parts import (
+    deferral,
     drop_extra_state,
     enter_region,
     frozen_or_trainable_linear,
@@ -172,22 +173,18 @@ class ColumnParallelLinear(SavesShards):
             output_parallel = multiply_parts(self, input_, with_bias=not self.skip_bias_add, **options)
             return self._leave(output_parallel, gather=runtime_gather_output)
         weight = self._chosen_weight(weight)
-        inputs = self.embedding_activation_buffer
-        # Only the head gets a buffer, and a frozen one has nothing to put off.
-        defers = self.config.defer_embedding_wgrad_compute and inputs is not None and weight.requires_grad
-        limit = self.config.wgrad_deferral_limit if defers else None
+        put_off = deferral(self, weight)
         output_parallel = frozen_or_trainable_linear(
             input_,
             weight,
             None if self.skip_bias_add else self.bias,
             config=self.config,
-            grad_output_buffer=self.grad_output_buffer if defers else None,
-            wgrad_deferral_limit=limit,
+            grad_output_buffer=put_off.grad_outputs,
+            wgrad_deferral_limit=put_off.limit,
             tp_group=self.tp_group,
             **options,
         )
-        if inputs is not None and defers and (not limit or len(inputs) < limit):
-            inputs.append(input_)
+        put_off.keep(input_)
         return self._leave(output_parallel, gather=runtime_gather_output)
 
     def enter_parallel(self, input_: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.modules.module as torch_module
@@ -84,11 +84,6 @@ def dgrad_sum_in_fp32(config: Any) -> bool:
     return getattr(config, "allreduce_dgrad_in_fp32", False) or environment.switch(environment.DGRAD_ALLREDUCE_FP32)
 
 
-def dgrad_pieces(config: Any) -> int:
-    """Return in how many pieces ``config`` asks for dX to be summed over ranks."""
-    return getattr(config, "allreduce_dgrad_pieces", 1)
-
-
 def enter_region(input_: torch.Tensor, *, sequence_parallel: bool, config: Any, group: Group) -> torch.Tensor:
     """Return the input [s, b, h] that every rank of ``group`` multiplies; its gradient is summed over them, once.
 
@@ -107,16 +102,33 @@ def frozen_or_trainable_linear(
 ) -> torch.Tensor:
     """Take the frozen product if ``weight`` is frozen now, else the trainable one; see ``functional``."""
     linear = linear_with_grad_accumulation_and_async_allreduce if weight.requires_grad else linear_with_frozen_weight
-    return linear(
-        input_,
-        weight,
-        bias,
-        gradient_accumulation_fusion=config.gradient_accumulation_fusion,
-        dgrad_in_fp32=dgrad_in_fp32(config),
-        allreduce_dgrad_in_fp32=dgrad_sum_in_fp32(config),
-        allreduce_dgrad_pieces=dgrad_pieces(config),
-        **options,
-    )
+    return linear(input_, weight, bias, **(_product_options(config) | options))
+
+
+class Deferral(NamedTuple):
+    """Where a head puts off its weight gradient to, for Megatron's ``drain_embedding_wgrad_compute``; or nowhere."""
+
+    inputs: list[torch.Tensor] | None = None
+    grad_outputs: list[torch.Tensor] | None = None
+    limit: int | None = None
+
+    def keep(self, input_: torch.Tensor) -> None:
+        """Keep an input, whose dY the backward keeps; as many as the limit says, where 0 is no limit."""
+        if self.inputs is not None and (not self.limit or len(self.inputs) < self.limit):
+            self.inputs.append(input_)
+
+
+_NOWHERE = Deferral()
+
+
+def deferral(layer: Any, weight: torch.Tensor) -> Deferral:
+    """Return where ``layer``, a column-parallel one of ours or Megatron's, puts off the gradient of ``weight`` to."""
+    # Only the head gets a buffer, and a frozen one has nothing to put off.
+    if not layer.config.defer_embedding_wgrad_compute or layer.embedding_activation_buffer is None:
+        return _NOWHERE
+    if not weight.requires_grad:
+        return _NOWHERE
+    return Deferral(layer.embedding_activation_buffer, layer.grad_output_buffer, layer.config.wgrad_deferral_limit)
 
 
 def split_linear(
@@ -128,16 +140,18 @@ def split_linear(
     **options: Any,
 ) -> torch.Tensor:
     """Return the one product of this rank's parts [..., sum O_i]; see ``functional.linear_with_split_parameters``."""
-    return linear_with_split_parameters(
-        input_,
-        weights,
-        biases,
-        gradient_accumulation_fusion=config.gradient_accumulation_fusion,
-        dgrad_in_fp32=dgrad_in_fp32(config),
-        allreduce_dgrad_in_fp32=dgrad_sum_in_fp32(config),
-        allreduce_dgrad_pieces=dgrad_pieces(config),
-        **options,
-    )
+    return linear_with_split_parameters(input_, weights, biases, **(_product_options(config) | options))
+
+
+def _product_options(config: Any) -> dict[str, Any]:
+    """Return what ``config`` asks of each product; the functions themselves look at the environment's switches."""
+    return {
+        "gradient_accumulation_fusion": config.gradient_accumulation_fusion,
+        # Megatron's configs, which are taken in place of ours, do not have these fields.
+        "dgrad_in_fp32": getattr(config, "dgrad_in_fp32", False),
+        "allreduce_dgrad_in_fp32": getattr(config, "allreduce_dgrad_in_fp32", False),
+        "allreduce_dgrad_pieces": getattr(config, "allreduce_dgrad_pieces", 1),
+    }
 
 
 def is_watched(module: torch.nn.Module) -> bool:

@@ -23,7 +23,7 @@ from megatron_frozen.comm.groups import Group, group_size
 from megatron_frozen.errors import ConfigError, LayoutError
 from megatron_frozen.integrations.megatron_core import upstream
 from megatron_frozen.integrations.megatron_core.steps import Steps
-from megatron_frozen.layers.parts import enter_region
+from megatron_frozen.layers.parts import deferral, enter_region
 from megatron_frozen.params.shards import InitMethod
 
 
@@ -111,21 +111,17 @@ class ColumnSteps(Steps):
         if self.adapter is not None:
             return self._leave(self._adapted(input_), gather=runtime_gather_output)
         weight = self._chosen_weight(weight)
-        inputs = self.embedding_activation_buffer
-        # Only the head gets a buffer, and a frozen one has nothing to put off.
-        defers = self.config.defer_embedding_wgrad_compute and inputs is not None and weight.requires_grad
-        limit = self.config.wgrad_deferral_limit if defers else None
+        put_off = deferral(self, weight)
         output_parallel = self.product(
             input_,
             weight,
             None if self.skip_bias_add else self.bias,
             sums_dgrad=self._sums_dgrad,
             gathers=self._gathers,
-            grad_output_buffer=self.grad_output_buffer if defers else None,
-            wgrad_deferral_limit=limit,
+            grad_output_buffer=put_off.grad_outputs,
+            wgrad_deferral_limit=put_off.limit,
         )
-        if inputs is not None and defers and (not limit or len(inputs) < limit):
-            inputs.append(input_)
+        put_off.keep(input_)
         return self._leave(output_parallel, gather=runtime_gather_output)
 
     def enter_parallel(self, input_: torch.Tensor) -> torch.Tensor:

@@ -10,9 +10,8 @@ from typing import Any, cast
 import torch
 
 from megatron_frozen.comm.groups import Group
-from megatron_frozen.functional import linear_with_frozen_weight, linear_with_grad_accumulation_and_async_allreduce
 from megatron_frozen.integrations.megatron_core.sharded_state import complete, sharded_tensors
-from megatron_frozen.layers.parts import dgrad_in_fp32, dgrad_pieces, dgrad_sum_in_fp32
+from megatron_frozen.layers.parts import frozen_or_trainable_linear
 from megatron_frozen.main_grad import introduce, name_parameters
 from megatron_frozen.params import KeepsMarks, set_tensor_model_parallel_attributes
 
@@ -87,22 +86,17 @@ class Steps(KeepsMarks):
     ) -> torch.Tensor:
         """Return X W^T + b [..., O of this rank]: frozen or trainable, as the weight is now."""
         _mark_for_offloading(input_, self.config)
-        linear = (
-            linear_with_grad_accumulation_and_async_allreduce if weight.requires_grad else linear_with_frozen_weight
-        )
-        return linear(
+        return frozen_or_trainable_linear(
             input_,
             weight,
             bias,
+            config=self.config,
             gradient_accumulation_fusion=self.gradient_accumulation_fusion,
             allreduce_dgrad=sums_dgrad,
             sequence_parallel=gathers,
             grad_output_buffer=grad_output_buffer,
             wgrad_deferral_limit=wgrad_deferral_limit,
             tp_group=self.tp_group,
-            dgrad_in_fp32=dgrad_in_fp32(self.config),
-            allreduce_dgrad_in_fp32=dgrad_sum_in_fp32(self.config),
-            allreduce_dgrad_pieces=dgrad_pieces(self.config),
             output_dtype=self.output_dtype,
         )
 
