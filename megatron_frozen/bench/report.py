@@ -10,13 +10,14 @@ from megatron_frozen.bench.runner import BenchConfig, shown, stamp
 from megatron_frozen.errors import ConfigError
 from megatron_frozen.io import atomic_write
 
-PAGE = "README.md"
+PAGE, NOTES = "README.md", "notes"
 _MACHINE = tuple(stamp("cpu"))
 _MAX_ROWS = 400
 _HEAD = """# Benchmarks
 
 Written by `megatron-frozen bench report` from the CSV files in this folder, which hold every figure. Ratios count, not
 times: medians of samples taken in turn, in one run on one machine. A target that was missed says "no".
+Notes are written by hand, in `notes/`: by how much a target was missed, why, and what was tried.
 """
 
 Rows = list[dict[str, str]]
@@ -25,20 +26,27 @@ Rows = list[dict[str, str]]
 def write_page(config: BenchConfig, *, abouts: Mapping[str, str]) -> None:
     """Write README.md beside the CSV files of ``config.output``; ``abouts`` says by name what a benchmark measures.
 
+    Under a benchmark's targets stands the text of notes/NAME.md there, NAME being its CSV file's; the same files make
+    the same page, byte for byte.
+
     Raises ConfigError where the folder holds no CSV file.
     """
     files = sorted(config.output.glob("*.csv"), key=lambda path: _place(path.stem, abouts))
     if not files:
         raise ConfigError(f"no CSV file lies in {config.output}; run a benchmark with this --output first")
     found = {path.stem: _read(path) for path in files}
+    notes = {path.stem: path for path in sorted((config.output / NOTES).glob("*.md"))}
     parts = [_HEAD, _summary(found)]
     for name, rows in found.items():
-        picture = config.output / f"{name}.png"
-        parts.append(_section(name, rows, about=abouts.get(_bench(name), ""), has_picture=picture.exists()))
+        note = notes.pop(name).read_text(encoding="utf-8").strip() if name in notes else ""
+        picture = f"![{name}]({name}.png)" if (config.output / f"{name}.png").exists() else ""
+        parts.append(_section(name, rows, lead=(abouts.get(_bench(name), ""), picture), note=note))
     page = config.output / PAGE
     with atomic_write(page) as temporary:
         temporary.write_text("\n".join(parts), encoding="utf-8")
     print(f"written to {page}")
+    for name, path in notes.items():
+        print(f"left out: {path}, as there is no {name}.csv")
 
 
 def _place(name: str, abouts: Mapping[str, str]) -> tuple[int, str]:
@@ -69,11 +77,13 @@ def _summary(found: Mapping[str, Rows]) -> str:
     return _table(lines, ["benchmark", "targets met", *_MACHINE])
 
 
-def _section(name: str, rows: Rows, *, about: str, has_picture: bool) -> str:
-    parts = [f"## {name}\n", about and f"{about}\n", has_picture and f"![{name}]({name}.png)\n"]
+def _section(name: str, rows: Rows, *, lead: Sequence[str], note: str) -> str:
+    """Return a benchmark's heading, the texts of ``lead``, its targets, its note, and the rest of its rows."""
+    parts = [f"## {name}\n", *(text and f"{text}\n" for text in lead)]
     targets = [row for row in rows if row.get("met")]
     if targets:
         parts.append(_table(targets, _telling_columns(targets)))
+    parts.append(note and f"{note}\n")
     for kind in dict.fromkeys(row.get("kind", "") for row in rows):
         same = [row for row in rows if row.get("kind", "") == kind and not row.get("met")]
         if same:
@@ -84,8 +94,10 @@ def _section(name: str, rows: Rows, *, about: str, has_picture: bool) -> str:
 
 
 def _telling_columns(rows: Rows) -> list[str]:
-    """Return the columns in which these rows say something that the summary does not."""
-    return [column for column in rows[0] if column not in {*_MACHINE, "kind"} and any(row[column] for row in rows)]
+    """Return the columns in which these rows say something that the summary does not: of what each row is stamped
+    with, what differs between them, such as threads."""
+    same = {column for column in _MACHINE if len({row[column] for row in rows if column in row}) == 1}
+    return [column for column in rows[0] if column not in {*same, "date", "kind"} and any(row[column] for row in rows)]
 
 
 def _table(rows: Sequence[Mapping[str, str]], columns: Sequence[str]) -> str:

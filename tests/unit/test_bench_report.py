@@ -48,6 +48,34 @@ def test_page(tmp_path: Path) -> None:
     assert "Shape suffixes" not in page
 
 
+def test_a_note_stands_under_the_targets_of_its_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(tmp_path)
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (notes / "wgrad.md").write_text("\n**gain** misses by half.\n\n- Tried: ünrolling.\n\n", encoding="utf-8")
+    (notes / "lora_step.md").write_text("Not run here.", encoding="utf-8")
+    pages = []
+    for _ in range(2):
+        assert main(["bench", "report", "--output", str(tmp_path)]) == 0
+        pages.append((tmp_path / "README.md").read_bytes())
+    assert pages[0] == pages[1]
+    page = pages[0].decode()
+    before, after = page.split("\n\n**gain** misses by half.\n\n- Tried: ünrolling.\n\n")
+    assert before.endswith("| 8x8 | gain | 2 | at least 4 | no |")
+    assert after.startswith("<details><summary>All rows: time")
+    assert "Not run here" not in page
+    assert f"left out: {notes / 'lora_step.md'}, as there is no lora_step.csv" in capsys.readouterr().out
+
+
+def test_what_differs_between_stamps_tells_rows_apart(tmp_path: Path) -> None:
+    stamps = [stamp("cpu") | {"threads": threads, "date": f"2026-01-0{threads}"} for threads in (1, 2)]
+    write_csv(tmp_path / "wgrad.csv", [mark | at_most("ratio", 1.0, limit=2, of={"shape": "8"}) for mark in stamps])
+    assert main(["bench", "report", "--output", str(tmp_path)]) == 0
+    lines = (tmp_path / "README.md").read_text(encoding="utf-8").splitlines()
+    header = lines.index("| threads | shape | figure | value | target | met |")
+    assert lines[header + 2 :][:2] == [f"| {threads} | 8 | ratio | 1 | at most 2 | yes |" for threads in (1, 2)]
+
+
 def test_a_folder_without_results_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "report", "--output", str(tmp_path)]) == 2
     assert "no CSV file lies in" in capsys.readouterr().err
