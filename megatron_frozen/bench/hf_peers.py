@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -15,7 +17,8 @@ def token_rows(folder: Path, text: str, *, shape: tuple[int, int, int]) -> Tenso
     """Return the first ids of ``text`` as [steps, batch, sequence]."""
     from transformers import AutoTokenizer
 
-    ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")["input_ids"][0]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][0]  # no model sees the whole text at once
     num_steps, num_rows, seq_length = shape
     return ids[: num_steps * num_rows * seq_length].view(shape)
 
@@ -27,8 +30,9 @@ def lora_step(
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    model = PeftModel.from_pretrained(base, str(adapter), is_trainable=True, autocast_adapter_dtype=fp32_adapters)
+    with _quiet_loading():
+        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        model = PeftModel.from_pretrained(base, str(adapter), is_trainable=True, autocast_adapter_dtype=fp32_adapters)
     return _step(model, rows=rows, learning_rate=learning_rate, compiled=compiled)
 
 
@@ -36,8 +40,25 @@ def full_step(*, folder: Path, rows: Tensor, learning_rate: float) -> Step:
     """Return a step of full fine-tuning in bf16 with AdamW."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    with _quiet_loading():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     return _step(model, rows=rows, learning_rate=learning_rate, compiled=False)
+
+
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """Load without transformers' progress bar and its warnings that peft calls what will go."""
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
 
 
 def _step(model: nn.Module, *, rows: Tensor, learning_rate: float, compiled: bool) -> Step:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -72,26 +73,47 @@ class _Worker:
         self._process.join()
 
 
-def take_turns(ways: Mapping[str, Build], *, num_steps: int) -> dict[str, Run]:
-    """Run ``num_steps`` steps of each way, in turn, on as many threads as this process has.
+def take_turns(ways: Mapping[str, Build], *, num_steps: int, fewer: Mapping[str, int] | None = None) -> dict[str, Run]:
+    """Run ``num_steps`` rounds of a step of each way, in turn, on as many threads as this process has.
+
+    A way in ``fewer`` takes that many steps, its first in the first round and the others spread evenly over the rest.
+    Says on stderr when a way is built and when a round is over.
 
     Raises MegatronFrozenError with the traceback of a way that fails; all processes are ended then.
     """
+    fewer = fewer or {}
+    assert fewer.keys() <= ways.keys(), "steps of a way that is not measured"
+    rounds = {name: _rounds(fewer.get(name, num_steps), of=num_steps) for name in ways}
     workers: dict[str, _Worker] = {}
     runs = {name: Run() for name in ways}
     try:
         for name, build in ways.items():  # one after another: building takes memory and cores
+            start = time.perf_counter()
             workers[name] = _Worker(build, threads=torch.get_num_threads())
             workers[name].answer()
+            _say(f"built {name}", since=start)
         for index in range(num_steps):
+            start = time.perf_counter()
             for name, worker in workers.items():
-                runs[name].figures.append(worker.ask(index))
+                if index in rounds[name]:
+                    runs[name].figures.append(worker.ask(len(runs[name].figures)))
+            _say(f"round {index + 1} of {num_steps}", since=start)
         for name, worker in workers.items():
             runs[name].peak_mib = worker.ask(None)["peak_mib"]
     finally:
         for worker in workers.values():
             worker.stop()
     return runs
+
+
+def _rounds(num_steps: int, *, of: int) -> set[int]:
+    """Return the rounds, of so many, in which a way takes its steps."""
+    assert 1 <= num_steps <= of, f"{num_steps} steps in {of} rounds"
+    return {index * of // num_steps for index in range(num_steps)}
+
+
+def _say(text: str, *, since: float) -> None:
+    print(f"{text}: {time.perf_counter() - since:.1f} s", file=sys.stderr, flush=True)
 
 
 def _serve(end: Connection, build: Build, threads: int) -> None:
