@@ -21,6 +21,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["megatron_frozen", "megatron_frozen.*"]),
+    package_data={"megatron_frozen.kernels": ["csrc/*"]},
     python_requires=">=3.10",
     install_requires=["torch>=2.8", "numpy", "safetensors"],
     extras_require={

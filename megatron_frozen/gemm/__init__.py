@@ -1,14 +1,12 @@
 """The only place that multiplies matrices."""
 
-from megatron_frozen.gemm.batched import batched as batched
-from megatron_frozen.gemm.batched import batched_wide as batched_wide
-from megatron_frozen.gemm.batched import packed as packed
-from megatron_frozen.gemm.batched import wide_unsupported as wide_unsupported
 from megatron_frozen.gemm.joined import joined_dgrad as joined_dgrad
 from megatron_frozen.gemm.joined import joined_forward as joined_forward
 from megatron_frozen.gemm.products import add_product_ as add_product_
+from megatron_frozen.gemm.products import autocast_is_on as autocast_is_on
 from megatron_frozen.gemm.products import bias_gradient as bias_gradient
 from megatron_frozen.gemm.products import dgrad as dgrad
+from megatron_frozen.gemm.products import dgrad_in_order as dgrad_in_order
 from megatron_frozen.gemm.products import forward as forward
 from megatron_frozen.gemm.products import forward_in_order as forward_in_order
 from megatron_frozen.gemm.products import wgrad as wgrad

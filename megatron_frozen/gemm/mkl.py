@@ -10,8 +10,8 @@ import ctypes
 import torch
 
 from megatron_frozen.errors import LayoutError
-from megatron_frozen.gemm.native import symbol
 from megatron_frozen.gemm.request import INT32_MAX, Request, add_bias_, bias_sum, oriented
+from megatron_frozen.kernels import symbol
 from megatron_frozen.layout import is_gemm_operand
 
 NAME = "mkl"

@@ -14,12 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_frozen.autograd.causal_attention import (
-    CausalAttention,
-    causal_attention_unsupported,
-    causal_backward,
-    causal_forward,
-)
+from megatron_frozen import kernels
+from megatron_frozen.autograd.causal_attention import CausalAttention, causal_attention_unsupported
 from megatron_frozen.models.documents import AttentionPlan
 
 
@@ -99,14 +95,14 @@ def attend_documents(
     for group in _groups(bounds, mask, window=window):
         heads = [group.of(part).transpose(1, 2) for part in (query, key, value)]
         if group.takes_blocks(*heads[:2]):
-            group.of(context).copy_(causal_forward(*heads).transpose(1, 2))
-            continue
-        found, roots = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *heads,
-            0.0,
-            group.mask is None,
-            attn_mask=_added(group.mask, query),
-        )
+            found, roots = kernels.attend(*heads)
+        else:
+            found, roots = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *heads,
+                0.0,
+                group.mask is None,
+                attn_mask=_added(group.mask, query),
+            )
         group.of(context).copy_(found.transpose(1, 2))
         group.of(logsumexp).copy_(roots.transpose(1, 2))
     return context, logsumexp
@@ -130,13 +126,12 @@ def attend_documents_backward(
     """Return the gradients of query, key and value, the ``heads``, from that of the context [T, n, d]."""
     grads = _like(heads)
     for group in _groups(bounds, mask, window=window):
-        own = [group.of(part).transpose(1, 2) for part in (grad, *heads)]
+        own = [group.of(part).transpose(1, 2) for part in (grad, *heads, context, logsumexp)]
         if group.takes_blocks(*own[1:3]):
-            found = causal_backward(*own)
+            found = kernels.attend_backward(*own)
         else:
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 *own,
-                *(group.of(part).transpose(1, 2) for part in (context, logsumexp)),
                 0.0,
                 group.mask is None,
                 attn_mask=_added(group.mask, grad),

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_frozen import gemm
+from megatron_frozen import kernels
 from megatron_frozen.autograd.causal_attention import (
     MIN_LENGTH,
     CausalAttention,
@@ -16,10 +16,8 @@ from megatron_frozen.autograd.causal_attention import (
 from megatron_frozen.diagnostics import Recorder
 from megatron_frozen.testing import relative_error
 
-SHAPES = [(1, 3, 1, 256, 16), (2, 4, 4, 300, 48), (2, 6, 2, 513, 64), (1, 2, 1, 384, 80)]
-needs_kernel = pytest.mark.skipif(
-    gemm.wide_unsupported() is not None, reason=f"the block kernel: {gemm.wide_unsupported()}"
-)
+SHAPES = [(1, 3, 1, 256, 16), (2, 4, 4, 300, 48), (2, 6, 2, 513, 64), (1, 2, 1, 384, 80), (5, 4, 2, 64, 22)]
+needs_kernel = pytest.mark.skipif(kernels.absent() is not None, reason=f"the block kernel: {kernels.absent()}")
 
 
 def heads(shape: tuple[int, ...], *, sequence_first: bool = True) -> tuple[Tensor, ...]:
@@ -102,15 +100,5 @@ def test_what_is_left_to_torch() -> None:
     assert short == f"it is for {MIN_LENGTH} tokens or more, each a query and a key, and an even head dim"
     assert causal_attention_unsupported(query, key[:, :, 1:]) == short
     assert causal_attention_unsupported(query[..., :15], key[..., :15]) == short
-    expected = "torch's own kernel is fast with AMX" if torch.cpu._is_amx_tile_supported() else gemm.wide_unsupported()
+    expected = "torch's own kernel is fast with AMX" if torch.cpu._is_amx_tile_supported() else kernels.absent()
     assert causal_attention_unsupported(query, key) == expected
-
-
-@needs_kernel
-def test_packed_operands_serve_products_of_their_first_rows() -> None:
-    left, right = torch.randn(3, 40, 18).bfloat16(), torch.randn(3, 300, 18).bfloat16()
-    panels = gemm.packed(right)
-    for num_columns in (128, 256, 300):
-        found = gemm.batched_wide(left, panels, num_columns=num_columns)
-        exact = left.double() @ right[:, :num_columns].double().transpose(1, 2)
-        assert relative_error(found, exact) < 1e-6

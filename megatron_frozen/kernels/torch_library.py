@@ -26,3 +26,9 @@ def symbol(name: str, *argument_types: Any) -> Any:
     if function is not None:
         function.argtypes, function.restype = argument_types, None
     return function
+
+
+def address(name: str) -> int | None:
+    """Return where the C function ``name`` stands, or None where it is absent."""
+    function = getattr(_library(), name, None)
+    return None if function is None else ctypes.cast(function, ctypes.c_void_p).value

@@ -1,0 +1,7 @@
+"""Kernels in C++ for the CPU, as functions of tensors: products into fp32, and causal attention."""
+
+from megatron_frozen.kernels.cpu import absent as absent
+from megatron_frozen.kernels.cpu import attend as attend
+from megatron_frozen.kernels.cpu import attend_backward as attend_backward
+from megatron_frozen.kernels.cpu import multiply_into as multiply_into
+from megatron_frozen.kernels.torch_library import symbol as symbol

@@ -1,0 +1,69 @@
+"""The kernels of ``csrc``, compiled by the machine's C++ compiler when they are first needed and kept in its cache."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+from megatron_frozen.environment import CXX, cache_home, text
+
+_SOURCES = Path(__file__).parent / "csrc"
+# Not -march=native: what is in the cache may be read by another machine of the same home folder.
+_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl",
+          "-mavx512bf16", "-mprefer-vector-width=512")  # fmt: skip
+_LONGEST_S = 120.0  # it takes about two
+
+
+@lru_cache(maxsize=1)
+def library() -> ctypes.CDLL | str:
+    """Return the compiled kernels, or why there are none, as the end of a sentence. Calls into them release the GIL.
+
+    The compiler is ``CXX``, else g++, else clang++. Processes may do this at the same time: each writes a file of its
+    own and moves it into place.
+    """
+    compiler = text(CXX) or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        return "there is no C++ compiler here: install g++, or name one in the environment variable CXX"
+    target = Path(cache_home(), "megatron_frozen", f"kernels-{_fingerprint(compiler)}.so")
+    try:
+        return _loaded(target) or _compiled(compiler, target)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"the C++ compiler {compiler} made no kernels in {target.parent}: {_reason(error)}"
+
+
+def _fingerprint(compiler: str) -> str:
+    digest = hashlib.sha256(" ".join((compiler, *_FLAGS)).encode())
+    for source in sorted(_SOURCES.iterdir()):
+        digest.update(source.name.encode() + source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _loaded(target: Path) -> ctypes.CDLL | None:
+    """Return what the cache has; None for nothing, or for a file that a full disk or a crash cut short."""
+    try:
+        return ctypes.CDLL(str(target))
+    except OSError:
+        return None
+
+
+def _compiled(compiler: str, target: Path) -> ctypes.CDLL:
+    """Put into the cache only what can be loaded."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        made = Path(scratch, target.name)
+        command = [*compiler.split(), *_FLAGS, *map(str, sorted(_SOURCES.glob("*.cpp"))), "-o", str(made)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_LONGEST_S)
+        kernels = ctypes.CDLL(str(made))
+        os.replace(made, target)
+    return kernels
+
+
+def _reason(error: Exception) -> str:
+    lines = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
+    return next((line for line in lines if "error" in line), lines[0] if lines else repr(error))

@@ -1,0 +1,304 @@
+// Causal attention in blocks of BLOCK queries by BLOCK keys; see autograd/causal_attention.py for what is computed.
+//
+// A block of scores stands transposed, [keys, queries]: the maximum, the sum and every scale belong to a query, so all
+// passes run along rows of queries with nothing to reduce inside a vector, P^T and dS^T are left operands as they are,
+// and they become right operands while they are written. Blocks are padded with zeros, so that all products have one
+// shape per head dim: the kernels behind them are made once for each. What a padded key would give is hidden as a later
+// key is, and a padded query has a zero gradient.
+//
+// Shape letters: b = batch, n = query heads, k = key heads, g = n / k, s = sequence, d = head dim, L = BLOCK.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "vectors.h"
+
+namespace {
+
+constexpr long BLOCK = 128;
+constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
+
+struct Heads {  // [batch, heads, s, d] with d dense
+    bf16* at;
+    long batch_stride, head_stride, row_stride;
+    bf16* head(long b, long h) const { return at + b * batch_stride + h * head_stride; }
+};
+
+struct Sizes {
+    long batch, num_heads, num_groups, length, dim;
+    long heads_per_group() const { return num_heads / num_groups; }
+    long num_blocks() const { return (length + BLOCK - 1) / BLOCK; }
+    long padded() const { return num_blocks() * BLOCK; }
+    // Some heads of a group: all that share a key head, or one alone where that keeps more threads busy.
+    long heads_per_unit(unsigned num_threads) const {
+        return batch * num_groups < 2 * static_cast<long>(num_threads) ? 1 : heads_per_group();
+    }
+};
+
+struct Unit {
+    long b, group, first_head, end_head;
+    Unit(long index, const Sizes& sizes, long heads_per_unit) {
+        long units = sizes.heads_per_group() / heads_per_unit;
+        b = index / (sizes.num_groups * units);
+        group = index / units % sizes.num_groups;
+        first_head = group * sizes.heads_per_group() + index % units * heads_per_unit;
+        end_head = first_head + heads_per_unit;
+    }
+};
+
+// Dense rows [rows, d] of which those from `count` on are zero.
+void copy_rows(const bf16* from, long stride, bf16* into, long count, long rows, long dim) {
+    if (count > rows) count = rows;
+    for (long i = 0; i < count; i++) std::memcpy(into + i * dim, from + i * stride, dim * sizeof(bf16));
+    std::memset(into + count * dim, 0, (rows - count) * dim * sizeof(bf16));
+}
+
+// Rows [L, d] as a right operand over d: [d / 2, L, 2].
+void pack_across(const Torch& torch, const bf16* rows, bf16* into, long dim) {
+    torch.transpose_32(BLOCK, dim / 2, reinterpret_cast<const float*>(rows), dim / 2, reinterpret_cast<float*>(into),
+                       BLOCK);
+}
+
+// Rows [L, d] as a right operand over the rows: [L / 2, d, 2].
+void pack_down(const bf16* rows, bf16* into, long dim) {
+    for (long i = 0; i < BLOCK; i += 2)
+        for (long j = 0; j < dim; j += LANES) {
+            __mmask16 mask = first(dim - j);
+            __m256i even = _mm256_maskz_loadu_epi16(mask, rows + i * dim + j);
+            __m256i odd = _mm256_maskz_loadu_epi16(mask, rows + (i + 1) * dim + j);
+            store_pairs(into + i * dim + 2 * j, even, odd, mask);
+        }
+}
+
+// Each block of rows [s, d] transposed, [blocks, d, L].
+void transpose_blocks(const Torch& torch, const bf16* rows, bf16* into, const Sizes& sizes) {
+    for (long k = 0; k < sizes.num_blocks(); k++)
+        torch.transpose_16(BLOCK, sizes.dim, rows + k * BLOCK * sizes.dim, sizes.dim, into + k * BLOCK * sizes.dim,
+                           BLOCK);
+}
+
+// Columns [d, L] of fp32, each times its query's factor, as the rows of a block of heads.
+void write_columns(const Torch& torch, const float* columns, const float* factors, float* turned, bf16* into,
+                   long stride, long count, long dim) {
+    torch.transpose_32(dim, BLOCK, columns, BLOCK, turned, dim);
+    for (long i = 0; i < count && i < BLOCK; i++) {
+        Floats factor = _mm512_set1_ps(factors[i]);
+        for (long j = 0; j < dim; j += LANES) {
+            __mmask16 mask = first(dim - j);
+            store(into + i * stride + j, _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, turned + i * dim + j), factor), mask);
+        }
+    }
+}
+
+void write_rows(const float* rows, float factor, bf16* into, long stride, long count, long dim) {
+    for (long i = 0; i < count; i++)
+        for (long j = 0; j < dim; j += LANES) {
+            __mmask16 mask = first(dim - j);
+            Floats x = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, rows + i * dim + j), _mm512_set1_ps(factor));
+            store(into + i * stride + j, x, mask);
+        }
+}
+
+// The queries from column j on that see key i of a block on the diagonal.
+inline __mmask16 seen(long i, long j) { return i <= j ? 0xffff : i - j >= LANES ? 0 : 0xffff << (i - j); }
+
+// One block of softmax: from scores [keys, queries] to P^T as a right operand, with the running maximum (of scaled
+// scores) and sum of each query, and `decay`, by which what came from earlier blocks shrinks.
+void softmax_block(const float* scores, float scale, bool diagonal, float* maximum, float* sum, float* decay,
+                   bf16* probs) {
+    const Floats low = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+    for (long j = 0; j < BLOCK; j += LANES) {
+        long end = diagonal ? j + LANES : BLOCK;  // keys that some query of these sees
+        Floats top = low;
+        for (long i = 0; i < end; i++) {
+            Floats x = _mm512_loadu_ps(scores + i * BLOCK + j);
+            top = _mm512_max_ps(top, diagonal ? _mm512_mask_mov_ps(low, seen(i, j), x) : x);
+        }
+        Floats old = _mm512_loadu_ps(maximum + j), factor = _mm512_set1_ps(scale);
+        top = _mm512_max_ps(old, _mm512_mul_ps(top, factor));
+        Floats shrink = exp2(_mm512_sub_ps(old, top));
+        Floats total = _mm512_mul_ps(_mm512_loadu_ps(sum + j), shrink);
+        for (long i = 0; i < BLOCK; i += 2) {
+            __m256i pair[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+            for (long odd = 0; odd < 2 && i < end; odd++) {
+                Floats x = _mm512_loadu_ps(scores + (i + odd) * BLOCK + j);
+                Floats p = exp2(_mm512_fmsub_ps(x, factor, top));
+                if (diagonal) p = _mm512_maskz_mov_ps(seen(i + odd, j), p);
+                total = _mm512_add_ps(total, p);
+                pair[odd] = rounded(p);
+            }
+            store_pairs(probs + i * BLOCK + 2 * j, pair[0], pair[1]);
+        }
+        _mm512_storeu_ps(maximum + j, top);
+        _mm512_storeu_ps(sum + j, total);
+        _mm512_storeu_ps(decay + j, shrink);
+    }
+}
+
+// One block of the backward: P^T and dS^T = P^T (dP^T - delta) as left operands, dS^T as a right operand too.
+void softmax_backward_block(const float* scores, const float* grad_probs, float scale, bool diagonal,
+                            const float* logsumexp, const float* delta, bf16* probs, bf16* grad_scores,
+                            bf16* grad_scores_right) {
+    const Floats factor = _mm512_set1_ps(scale);
+    for (long i = 0; i < BLOCK; i += 2)
+        for (long j = 0; j < BLOCK; j += LANES) {
+            Floats offset = _mm512_loadu_ps(logsumexp + j), mean = _mm512_loadu_ps(delta + j);
+            __m256i pair[2];
+            for (long odd = 0; odd < 2; odd++) {
+                long at = (i + odd) * BLOCK + j;
+                Floats p = exp2(_mm512_fmsub_ps(_mm512_loadu_ps(scores + at), factor, offset));
+                Floats ds = _mm512_mul_ps(p, _mm512_sub_ps(_mm512_loadu_ps(grad_probs + at), mean));
+                if (diagonal) {
+                    p = _mm512_maskz_mov_ps(seen(i + odd, j), p);
+                    ds = _mm512_maskz_mov_ps(seen(i + odd, j), ds);
+                }
+                store(probs + at, p);
+                pair[odd] = rounded(ds);
+                _mm256_storeu_si256(reinterpret_cast<__m256i*>(grad_scores + at), pair[odd]);
+            }
+            store_pairs(grad_scores_right + i * BLOCK + 2 * j, pair[0], pair[1]);
+        }
+}
+
+}  // namespace
+
+// Writes C, and the logarithm of each query's sum of exponentials into [b, n, s].
+extern "C" void mf_attention_forward(const Torch* torch_, unsigned num_threads, const Sizes* sizes_, const Heads* heads,
+                                     float* logsumexp) {
+    const Torch& torch = *torch_;
+    const Sizes& sizes = *sizes_;
+    const Heads &query = heads[0], &key = heads[1], &value = heads[2], &context = heads[3];
+    const long dim = sizes.dim, tile = BLOCK * dim, per_unit = sizes.heads_per_unit(num_threads);
+    const float scale = LOG2_E / std::sqrt(static_cast<float>(dim));
+    on_threads(torch, num_threads, sizes.batch * sizes.num_heads / per_unit, [&](Pieces& pieces) {
+        Room<bf16> keys(sizes.padded() * dim), values(sizes.padded() * dim), values_T(sizes.padded() * dim);
+        Room<bf16> rows(tile), query_right(tile), probs(BLOCK * BLOCK);
+        Room<float> scores(BLOCK * BLOCK), columns(tile), turned(tile), per_query(3 * BLOCK);
+        float *maximum = per_query, *sum = per_query + BLOCK, *decay = per_query + 2 * BLOCK;
+        for (long piece; pieces.take(piece);) {
+            Unit unit(piece, sizes, per_unit);
+            copy_rows(key.head(unit.b, unit.group), key.row_stride, keys, sizes.length, sizes.padded(), dim);
+            copy_rows(value.head(unit.b, unit.group), value.row_stride, values, sizes.length, sizes.padded(), dim);
+            transpose_blocks(torch, values, values_T, sizes);
+            for (long h = unit.first_head; h < unit.end_head; h++)
+                for (long q = 0; q < sizes.num_blocks(); q++) {
+                    long start = q * BLOCK, count = sizes.length - start;
+                    copy_rows(query.head(unit.b, h) + start * query.row_stride, query.row_stride, rows, count, BLOCK,
+                              dim);
+                    pack_across(torch, rows, query_right, dim);
+                    for (long i = 0; i < BLOCK; i++) {
+                        maximum[i] = -std::numeric_limits<float>::infinity();
+                        sum[i] = 0;
+                    }
+                    for (long k = 0; k <= q; k++) {
+                        torch.block(BLOCK, BLOCK, dim, dim, BLOCK, BLOCK, false, keys + k * tile, query_right, scores,
+                                    true);
+                        softmax_block(scores, scale, k == q, maximum, sum, decay, probs);
+                        for (long j = 0; k > 0 && j < BLOCK; j += LANES) {
+                            Floats shrink = _mm512_loadu_ps(decay + j);
+                            for (long i = 0; i < dim; i++) {
+                                float* at = columns + i * BLOCK + j;
+                                _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), shrink));
+                            }
+                        }
+                        torch.block(dim, BLOCK, BLOCK, BLOCK, BLOCK, BLOCK, k > 0, values_T + k * tile, probs, columns,
+                                    true);
+                    }
+                    float* out = logsumexp + (unit.b * sizes.num_heads + h) * sizes.length + start;
+                    for (long i = 0; i < BLOCK; i++) {
+                        if (i < count) out[i] = LN_2 * (maximum[i] + std::log2(sum[i]));
+                        decay[i] = 1 / sum[i];
+                    }
+                    write_columns(torch, columns, decay, turned, context.head(unit.b, h) + start * context.row_stride,
+                                  context.row_stride, count, dim);
+                }
+        }
+    });
+}
+
+// Writes dQ, dK and dV. `partial`: [b, n, 2, padded s, d] in fp32 for units of one head that share a key head, else null.
+extern "C" void mf_attention_backward(const Torch* torch_, unsigned num_threads, const Sizes* sizes_,
+                                      const Heads* heads, const float* logsumexp_, float* partial) {
+    const Torch& torch = *torch_;
+    const Sizes& sizes = *sizes_;
+    const Heads &query = heads[0], &key = heads[1], &value = heads[2], &context = heads[3], &grad = heads[4];
+    const Heads &grad_query = heads[5], &grad_key = heads[6], &grad_value = heads[7];
+    const long dim = sizes.dim, tile = BLOCK * dim, per_unit = sizes.heads_per_unit(num_threads);
+    const long padded = sizes.padded(), whole = padded * dim;
+    const float root = 1 / std::sqrt(static_cast<float>(dim)), scale = LOG2_E * root;
+    on_threads(torch, num_threads, sizes.batch * sizes.num_heads / per_unit, [&](Pieces& pieces) {
+        Room<bf16> keys(whole), keys_T(whole), values(whole);
+        Room<bf16> rows(tile), query_across(tile), query_down(tile), grad_across(tile), grad_down(tile);
+        Room<bf16> probs(BLOCK * BLOCK), grad_scores(BLOCK * BLOCK), grad_scores_right(BLOCK * BLOCK);
+        Room<float> scores(BLOCK * BLOCK), grad_probs(BLOCK * BLOCK), columns(tile), turned(tile), own(2 * whole);
+        Room<float> per_query(3 * BLOCK);
+        float *logsumexp = per_query, *delta = per_query + BLOCK, *factors = per_query + 2 * BLOCK;
+        for (long i = 0; i < BLOCK; i++) factors[i] = root;
+        for (long piece; pieces.take(piece);) {
+            Unit unit(piece, sizes, per_unit);
+            float *sum_K = own, *sum_V = own + whole;
+            if (partial) {
+                sum_K = partial + 2 * (unit.b * sizes.num_heads + unit.first_head) * whole;
+                sum_V = sum_K + whole;
+            }
+            copy_rows(key.head(unit.b, unit.group), key.row_stride, keys, sizes.length, padded, dim);
+            copy_rows(value.head(unit.b, unit.group), value.row_stride, values, sizes.length, padded, dim);
+            transpose_blocks(torch, keys, keys_T, sizes);
+            for (long h = unit.first_head; h < unit.end_head; h++)
+                for (long q = 0; q < sizes.num_blocks(); q++) {
+                    long start = q * BLOCK, count = std::min(BLOCK, sizes.length - start);
+                    copy_rows(query.head(unit.b, h) + start * query.row_stride, query.row_stride, rows, count, BLOCK,
+                              dim);
+                    pack_across(torch, rows, query_across, dim);
+                    pack_down(rows, query_down, dim);
+                    const bf16* context_rows = context.head(unit.b, h) + start * context.row_stride;
+                    copy_rows(grad.head(unit.b, h) + start * grad.row_stride, grad.row_stride, rows, count, BLOCK, dim);
+                    pack_across(torch, rows, grad_across, dim);
+                    pack_down(rows, grad_down, dim);
+                    const float* given = logsumexp_ + (unit.b * sizes.num_heads + h) * sizes.length + start;
+                    for (long i = 0; i < BLOCK; i++) {
+                        Floats sum = _mm512_setzero_ps();
+                        for (long j = 0; i < count && j < dim; j += LANES) {
+                            __mmask16 mask = first(dim - j);
+                            sum = _mm512_fmadd_ps(load(rows + i * dim + j, mask),
+                                                  load(context_rows + i * context.row_stride + j, mask), sum);
+                        }
+                        delta[i] = _mm512_reduce_add_ps(sum);
+                        logsumexp[i] = i < count ? LOG2_E * given[i] : 0;
+                    }
+                    for (long k = 0; k <= q; k++) {
+                        bool adds = q > k || h > unit.first_head;  // a block of keys is first met on the diagonal
+                        torch.block(BLOCK, BLOCK, dim, dim, BLOCK, BLOCK, false, keys + k * tile, query_across, scores,
+                                    true);
+                        torch.block(BLOCK, BLOCK, dim, dim, BLOCK, BLOCK, false, values + k * tile, grad_across,
+                                    grad_probs, true);
+                        softmax_backward_block(scores, grad_probs, scale, k == q, logsumexp, delta, probs, grad_scores,
+                                               grad_scores_right);
+                        torch.block(BLOCK, dim, BLOCK, BLOCK, dim, dim, adds, probs, grad_down, sum_V + k * tile, true);
+                        torch.block(BLOCK, dim, BLOCK, BLOCK, dim, dim, adds, grad_scores, query_down, sum_K + k * tile,
+                                    true);
+                        torch.block(dim, BLOCK, BLOCK, BLOCK, BLOCK, BLOCK, k > 0, keys_T + k * tile, grad_scores_right,
+                                    columns, true);
+                    }
+                    write_columns(torch, columns, factors, turned,
+                                  grad_query.head(unit.b, h) + start * grad_query.row_stride, grad_query.row_stride,
+                                  count, dim);
+                }
+            if (partial) continue;
+            write_rows(sum_K, root, grad_key.head(unit.b, unit.group), grad_key.row_stride, sizes.length, dim);
+            write_rows(sum_V, 1, grad_value.head(unit.b, unit.group), grad_value.row_stride, sizes.length, dim);
+        }
+    });
+    if (!partial) return;
+    on_threads(torch, num_threads, sizes.batch * sizes.num_groups, [&](Pieces& pieces) {
+        for (long piece; pieces.take(piece);) {
+            long b = piece / sizes.num_groups, group = piece % sizes.num_groups;
+            float* sum = partial + 2 * piece * sizes.heads_per_group() * whole;
+            for (long h = 1; h < sizes.heads_per_group(); h++)
+                for (long i = 0; i < 2 * whole; i++) sum[i] += sum[2 * h * whole + i];
+            write_rows(sum, root, grad_key.head(b, group), grad_key.row_stride, sizes.length, dim);
+            write_rows(sum + whole, 1, grad_value.head(b, group), grad_value.row_stride, sizes.length, dim);
+        }
+    });
+}

@@ -1,0 +1,148 @@
+// C[M, N] (+)= A[M, K] B[K, N] of bf16 into fp32, looped over torch's block product; see gemm/brgemm.py.
+//
+// Along K in chunks; per chunk one operand is packed whole and the other by the thread that multiplies it, while it is
+// in its caches.
+#include <algorithm>
+
+#include "vectors.h"
+
+namespace {
+
+constexpr long CHUNK_K = 2048, BLOCK_M = 256, PANEL = 128;
+constexpr long APART = 32;  // transposing into rows at powers of two took twice the time
+
+struct Matrix {
+    const bf16* at;
+    long row_stride, column_stride;
+    const bf16* operator()(long row, long column) const { return at + row * row_stride + column * column_stride; }
+};
+
+inline long even(long size) { return (size + 1) / 2 * 2; }
+
+// Rows [M, K] of an A whose columns are dense, K padded to even with zero.
+void pack_rows(const Torch& torch, const Matrix& A, bf16* into, long stride, long M, long K) {
+    for (long m = 0; m < M; m += PANEL)
+        torch.transpose_16(K, std::min(PANEL, M - m), A(m, 0), A.column_stride, into + m * stride, stride);
+    if (K % 2)
+        for (long m = 0; m < M; m++) into[m * stride + K] = 0;
+}
+
+// One panel [K / 2, width, 2] of a B whose rows are dense: pairs of rows interleaved, an odd last one with zero.
+void interleave(const Matrix& B, bf16* into, long K, long width) {
+    for (long k = 0; k < K; k += 2)
+        for (long j = 0; j < width; j += LANES) {
+            __mmask16 mask = first(width - j);
+            __m256i even = _mm256_maskz_loadu_epi16(mask, B(k, j));
+            __m256i odd = k + 1 < K ? _mm256_maskz_loadu_epi16(mask, B(k + 1, j)) : _mm256_setzero_si256();
+            store_pairs(into + k * width + 2 * j, even, odd, mask);
+        }
+}
+
+// Panels [K / 2, PANEL, 2] of columns [N], the last one maybe narrower, side by side.
+void pack_columns(const Torch& torch, const Matrix& B, bf16* into, long K, long N, bf16* turned) {
+    for (long n = 0; n < N; n += PANEL) {
+        long width = std::min(PANEL, N - n);
+        Matrix panel{B(0, n), B.row_stride, B.column_stride};
+        bf16* at = into + n * even(K);
+        if (B.column_stride == 1) {
+            interleave(panel, at, K, width);
+        } else if (K % 2 == 0 && B.column_stride % 2 == 0) {  // pairs stand side by side already
+            torch.transpose_32(width, K / 2, reinterpret_cast<const float*>(panel.at), B.column_stride / 2,
+                               reinterpret_cast<float*>(at), width);
+        } else {
+            torch.transpose_16(width, K, panel.at, B.column_stride, turned, PANEL);
+            interleave(Matrix{turned, PANEL, 1}, at, K, width);
+        }
+    }
+}
+
+// Cuts a side into blocks of whole panels up to a limit, as many as keep all threads busy.
+struct Cuts {
+    Cuts(long size, long limit, unsigned num_threads) : size(size) {
+        long blocks = (size + limit * num_threads - 1) / (limit * num_threads) * num_threads;
+        block = ((size + blocks - 1) / blocks + PANEL - 1) / PANEL * PANEL;
+    }
+    long count() const { return (size + block - 1) / block; }
+    long length(long index) const { return std::min(block, size - index * block); }
+    long size, block;
+};
+
+// What is multiplied of one chunk along K, as blocks of rows of A and of columns of B.
+struct Chunk {
+    const Torch& torch;
+    Matrix A, B;
+    long M, N, depth, stride;  // stride: of packed rows of A
+    Cuts rows, columns;
+    // Whether the block product reads A as it is.
+    bool reads_A() const { return A.column_stride == 1 && depth % 2 == 0 && (M == 1 || A.row_stride >= depth); }
+    long lda() const { return reads_A() ? std::max(A.row_stride, depth) : stride; }
+
+    void pack_block_A(long index, bf16* into) const {
+        const Matrix block{A(index * rows.block, 0), A.row_stride, A.column_stride};
+        if (A.column_stride != 1) {
+            pack_rows(torch, block, into, stride, rows.length(index), depth);
+            return;
+        }
+        for (long m = 0; m < rows.length(index); m++) {
+            std::copy_n(block(m, 0), depth, into + m * stride);
+            if (depth % 2) into[m * stride + depth] = 0;
+        }
+    }
+    void pack_block_B(long index, bf16* into, bf16* turned) const {
+        const Matrix block{B(0, index * columns.block), B.row_stride, B.column_stride};
+        pack_columns(torch, block, into, depth, columns.length(index), turned);
+    }
+    void multiply(const bf16* A_rows, const bf16* panels, float* C, long ldc, long num_rows, long num_columns,
+                  bool adds) const {
+        for (long m = 0; m < num_rows; m += BLOCK_M)
+            for (long n = 0; n < num_columns; n += PANEL) {
+                const long width = std::min(PANEL, num_columns - n);
+                torch.block(std::min(BLOCK_M, num_rows - m), width, even(depth), lda(), width, ldc, adds,
+                            A_rows + m * lda(), panels + n * even(depth), C + m * ldc + n, true);
+            }
+    }
+};
+
+}  // namespace
+
+// Of A and of B one stride is 1. `adds`: to what C holds, which is written over otherwise.
+extern "C" void mf_multiply(const Torch* torch, unsigned num_threads, long M, long N, long K, const Matrix* A,
+                            const Matrix* B, float* C, long ldc, bool adds) {
+    // So long that what is packed of the operand with the smaller side fills half of C.
+    const long chunk = std::min({std::max({M, N, 512L}), CHUNK_K, K});
+    const long stride = even(chunk) + APART;
+    const Room<bf16> shared(std::min(M, N) * stride);
+    for (long k = 0; k < K; k += chunk, adds = true) {
+        const Chunk part{*torch, {(*A)(0, k), A->row_stride, A->column_stride},
+                         {(*B)(k, 0), B->row_stride, B->column_stride}, M, N, std::min(chunk, K - k), stride,
+                         Cuts(M, BLOCK_M, num_threads), Cuts(N, BLOCK_M, num_threads)};
+        const long depth = even(part.depth);
+        if (M >= N) {  // all of B is packed first, then blocks of rows of A by the thread that multiplies them
+            on_threads(*torch, num_threads, part.columns.count(), [&](Pieces& pieces) {
+                const Room<bf16> turned(depth * PANEL);
+                for (long i; pieces.take(i);) part.pack_block_B(i, shared + i * part.columns.block * depth, turned);
+            });
+            on_threads(*torch, num_threads, part.rows.count(), [&](Pieces& pieces) {
+                const Room<bf16> own(part.reads_A() ? 0 : part.rows.block * stride);
+                for (long i; pieces.take(i);) {
+                    if (!part.reads_A()) part.pack_block_A(i, own);
+                    const bf16* rows = part.reads_A() ? part.A(i * part.rows.block, 0) : own;
+                    part.multiply(rows, shared, C + i * part.rows.block * ldc, ldc, part.rows.length(i), N, adds);
+                }
+            });
+        } else {  // all of A, where it must be, then blocks of columns of B
+            if (!part.reads_A())
+                on_threads(*torch, num_threads, part.rows.count(), [&](Pieces& pieces) {
+                    for (long i; pieces.take(i);) part.pack_block_A(i, shared + i * part.rows.block * stride);
+                });
+            on_threads(*torch, num_threads, part.columns.count(), [&](Pieces& pieces) {
+                const Room<bf16> own(part.columns.block * depth), turned(depth * PANEL);
+                for (long i; pieces.take(i);) {
+                    part.pack_block_B(i, own, turned);
+                    const bf16* rows = part.reads_A() ? part.A.at : shared;
+                    part.multiply(rows, own, C + i * part.columns.block, ldc, M, part.columns.length(i), adds);
+                }
+            });
+        }
+    }
+}

@@ -1,0 +1,35 @@
+// Sixteen floats at a time, in AVX-512 with its bf16 conversions.
+#pragma once
+#include <immintrin.h>
+
+#include "torch_library.h"
+
+constexpr long LANES = 16;
+using Floats = __m512;
+
+inline __mmask16 first(long count) { return count >= LANES ? 0xffff : (1u << count) - 1; }
+
+inline Floats widened(__m256i low) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(low), 16)); }
+inline Floats load(const bf16* at) { return widened(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))); }
+inline Floats load(const bf16* at, __mmask16 mask) { return widened(_mm256_maskz_loadu_epi16(mask, at)); }
+
+// To the nearest, ties to even; NaN stays NaN.
+inline __m256i rounded(Floats x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+inline void store(bf16* at, Floats x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), rounded(x)); }
+inline void store(bf16* at, Floats x, __mmask16 mask) { _mm256_mask_storeu_epi16(at, mask, rounded(x)); }
+
+// Two rows interleaved, as the block product wants its right operand.
+inline void store_pairs(bf16* at, __m256i even, __m256i odd, __mmask16 mask = 0xffff) {
+    __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16);
+    _mm512_mask_storeu_epi32(at, mask, _mm512_or_si512(_mm512_cvtepu16_epi32(even), high));
+}
+
+// 2^x to 2 units in the last place: x = n + f with |f| <= 1/2, and the Taylor series of 2^f.
+inline Floats exp2(Floats x) {
+    x = _mm512_max_ps(_mm512_set1_ps(-1000.0f), x);  // of -inf and NaN, in this order, NaN stays
+    Floats n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    Floats f = _mm512_sub_ps(x, n), sum = _mm512_set1_ps(1.5252734e-5f);
+    for (float term : {1.5403530e-4f, 1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
+        sum = _mm512_fmadd_ps(sum, f, _mm512_set1_ps(term));
+    return _mm512_scalef_ps(sum, n);
+}

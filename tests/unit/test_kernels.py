@@ -1,0 +1,205 @@
+"""The compiled kernels: how they are made, what they say where they cannot be, and values in odd sizes and layouts."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from megatron_frozen import kernels
+from megatron_frozen.kernels import build, cpu
+from megatron_frozen.testing import relative_error
+
+needs_kernels = pytest.mark.skipif(kernels.absent() is not None, reason=f"the kernels: {kernels.absent()}")
+
+
+@pytest.fixture(params=[1, 2, 3])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "megatron_frozen"
+
+
+def program(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+@needs_kernels
+def test_they_are_compiled_once_and_kept_in_the_users_cache(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(build.library.__wrapped__(), ctypes.CDLL)
+    (made,) = empty_cache.iterdir()
+    assert made.name.startswith("kernels-")
+    before = made.stat().st_mtime_ns
+    monkeypatch.setenv("CXX", "")
+    assert isinstance(build.library.__wrapped__(), ctypes.CDLL)
+    assert made.stat().st_mtime_ns == before
+    made.write_bytes(made.read_bytes()[:1000])
+    assert isinstance(build.library.__wrapped__(), ctypes.CDLL), "a file cut short is made anew"
+    assert list(empty_cache.iterdir()) == [made]
+
+
+def test_without_a_compiler_they_say_what_to_install(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(empty_cache))
+    assert build.library.__wrapped__() == (
+        "there is no C++ compiler here: install g++, or name one in the environment variable CXX"
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("echo 'x.cpp:1: error: no such flag' >&2; exit 1", "x.cpp:1: error: no such flag"),
+        ("exit 3", "returned non-zero exit status 3"),
+        ('while [ "$1" != -o ]; do shift; done; echo nonsense > "$2"', "file too short"),
+    ],
+    ids=["refused", "silent", "corrupt"],
+)
+def test_a_compiler_that_fails_leaves_no_half_made_file(
+    script: str, reason: str, empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = program(tmp_path / "compiler", script)
+    monkeypatch.setenv("CXX", compiler)
+    found = build.library.__wrapped__()
+    assert isinstance(found, str)
+    assert found.startswith(f"the C++ compiler {compiler} made no kernels in {empty_cache}: ")
+    assert reason in found
+    assert list(empty_cache.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/version")  # a file, also for root
+    found = build.library.__wrapped__()
+    assert isinstance(found, str)
+    assert "made no kernels in /proc/version/megatron_frozen: " in found
+
+
+@pytest.mark.parametrize("surroundings", ["float64", "bfloat16", "device", "fake"])
+def test_the_trial_does_not_depend_on_where_it_first_happens(surroundings: str) -> None:
+    """A trial in another dtype or at an address of nothing crashed, or turned the backend off for good."""
+    expected = kernels.absent()
+    dtype = torch.get_default_dtype()
+    mode = {"device": torch.device("meta"), "fake": FakeTensorMode()}.get(surroundings, contextlib.nullcontext())
+    try:
+        torch.set_default_dtype(getattr(torch, surroundings, dtype) if "float" in surroundings else dtype)
+        with mode:
+            assert cpu.absent.__wrapped__() == expected
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+def whole_numbers(rows: int, columns: int, *, by_columns: bool) -> torch.Tensor:
+    """Numbers whose products and sums fp32 holds exactly."""
+    numbers = torch.randint(-3, 4, (columns, rows) if by_columns else (rows, columns)).bfloat16()
+    return numbers.t() if by_columns else numbers
+
+
+@needs_kernels
+def test_products_are_exact_in_every_order_of_memory(num_threads: int) -> None:
+    torch.manual_seed(num_threads)
+    sizes = itertools.product((1, 3, 130, 300), (1, 2, 17, 128, 257), (1, 2, 7, 515, 2049))
+    for (M, N, K), A_turned, B_turned in itertools.product(sizes, (False, True), (False, True)):
+        A, B = whole_numbers(M, K, by_columns=A_turned), whole_numbers(K, N, by_columns=B_turned)
+        out = torch.ones(M, N)
+        kernels.multiply_into(out, A, B, accumulate=True)
+        assert torch.equal(out, A.float() @ B.float() + 1), (M, N, K, A_turned, B_turned)
+
+
+@needs_kernels
+@pytest.mark.parametrize("K", [2, 3])
+def test_products_of_expanded_and_strided_operands_beside_other_memory(K: int) -> None:
+    torch.manual_seed(0)
+    ones = whole_numbers(1, K, by_columns=False)
+    operands = [
+        (ones.expand(5, K), whole_numbers(K, 4, by_columns=False)),
+        (whole_numbers(5, 1, by_columns=True).expand(5, K), ones.t().expand(K, 4)),
+        (whole_numbers(10, 3 * K, by_columns=False)[::2, ::3], whole_numbers(2 * K, 8, by_columns=True)[::2, ::2]),
+        (torch.ones((), dtype=torch.bfloat16).expand(5, K), whole_numbers(K, 4, by_columns=True)),
+    ]
+    for A, B in operands:
+        whole = torch.full((7, 9), 5.0)
+        kernels.multiply_into(whole[1:6, 2:6], A, B, accumulate=False)
+        expected = torch.full((7, 9), 5.0)
+        expected[1:6, 2:6] = A.float() @ B.float()
+        assert torch.equal(whole, expected)
+
+
+@needs_kernels
+def test_products_of_nothing() -> None:
+    out = torch.full((3, 4), 7.0)
+    empty = torch.empty(3, 0, dtype=torch.bfloat16), torch.empty(0, 4, dtype=torch.bfloat16)
+    kernels.multiply_into(out, *empty, accumulate=True)
+    assert torch.equal(out, torch.full((3, 4), 7.0))
+    kernels.multiply_into(out, *empty, accumulate=False)
+    assert torch.equal(out, torch.zeros(3, 4))
+    kernels.multiply_into(torch.empty(0, 4), torch.empty(0, 2, dtype=torch.bfloat16),
+                          torch.empty(2, 4, dtype=torch.bfloat16), accumulate=False)  # fmt: skip
+
+
+@needs_kernels
+def test_products_do_not_depend_on_the_number_of_threads(num_threads: int) -> None:
+    torch.manual_seed(0)
+    A, B = torch.randn(4100, 300).bfloat16().t(), torch.randn(4100, 200).bfloat16()
+    out = torch.zeros(300, 200)
+    kernels.multiply_into(out, A, B, accumulate=True)
+    torch.set_num_threads(1)
+    alone = torch.zeros(300, 200)
+    kernels.multiply_into(alone, A, B, accumulate=True)
+    assert torch.equal(out, alone), num_threads
+
+
+@needs_kernels
+@pytest.mark.parametrize(("batch", "num_groups"), [(1, 1), (1, 2), (3, 2)])
+def test_attention_is_the_same_on_any_number_of_threads(batch: int, num_groups: int, num_threads: int) -> None:
+    """With few key heads for each thread, the gradients of query heads that share one are summed by other means."""
+    torch.manual_seed(0)
+    query = torch.randn(batch, 2 * num_groups, 200, 16).bfloat16()
+    key, value = (torch.randn(batch, num_groups, 200, 16).bfloat16() for _ in range(2))
+    results = []
+    for threads in (num_threads, 1):
+        torch.set_num_threads(threads)
+        context, logsumexp = kernels.attend(query, key, value)
+        grads = kernels.attend_backward(query.cos(), query, key, value, context, logsumexp)
+        results.append((context, logsumexp, *grads))
+    for mine, alone in zip(results[0][:3], results[1][:3], strict=True):
+        assert torch.equal(mine, alone)
+    for mine, alone in zip(results[0][3:], results[1][3:], strict=True):
+        assert relative_error(mine, alone.double()) < 2e-3
+
+
+@needs_kernels
+def test_attention_keeps_what_is_not_a_number_to_the_queries_that_see_it() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 1, 300, 8).bfloat16() for _ in range(3))
+    key[0, 0, 200] = torch.nan
+    context, _ = kernels.attend(query, key, value)
+    assert context[0, 0, 200:].isnan().all()
+    assert not context[0, 0, :200].isnan().any()
+
+
+@needs_kernels
+def test_attention_gives_the_logarithm_of_the_sum_of_exponentials() -> None:
+    torch.manual_seed(0)
+    query, key, value = (3 * torch.randn(2, 2, 150, 12).bfloat16() for _ in range(3))
+    _, logsumexp = kernels.attend(query, key, value)
+    scores = query.double() @ key.double().transpose(2, 3) / 12**0.5
+    hidden = torch.ones(150, 150, dtype=torch.bool).triu_(1)
+    torch.testing.assert_close(
+        logsumexp.double(), scores.masked_fill(hidden, -torch.inf).logsumexp(-1), rtol=1e-6, atol=1e-5
+    )
