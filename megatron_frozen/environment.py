@@ -15,9 +15,11 @@ CXX = "CXX"
 
 def switch(name: str, *, default: bool = False) -> bool:
     """Return whether the variable ``name`` is 1, not 0; ``default`` where it is unset or empty, else ConfigError."""
-    value = os.environ.get(name) or ""
-    if value in ("", "0", "1"):
-        return value == "1" if value else default
+    value = os.environ.get(name)
+    if not value:
+        return default
+    if value in ("0", "1"):
+        return value == "1"
     raise ConfigError(f"environment variable {name} is '{value}'; it takes 0 or 1, so set one of these or unset it")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_frozen import environment
+from megatron_frozen import environment, gemm
 from megatron_frozen.autograd import (
     FrozenHeadCrossEntropy,
     HeadPlan,
@@ -21,7 +21,7 @@ from megatron_frozen.autograd import (
     VocabParallelCrossEntropy,
 )
 from megatron_frozen.autograd.cross_entropy import IGNORED_TARGET
-from megatron_frozen.autograd.linear_products import ProductPlan
+from megatron_frozen.autograd.linear_products import ProductPlan, plan_alone
 from megatron_frozen.comm.groups import Group, chosen_group, group_size
 from megatron_frozen.errors import ConfigError, LayoutError
 from megatron_frozen.main_grad import check_product, graph_target
@@ -29,9 +29,8 @@ from megatron_frozen.main_grad import check_product, graph_target
 
 def _cast_to_autocast(input: torch.Tensor, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Cast to the autocast dtype where autocast is on, as F.linear does."""
-    device_type = input.device.type
-    if torch.is_autocast_enabled(device_type) and input.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device_type)
+    if gemm.autocast_is_on(input) and input.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(input.device.type)
         return tuple(tensor.to(dtype) for tensor in (input, *parts))
     return input, *parts
 
@@ -56,7 +55,7 @@ def _operands(
         and (bias is None or bias.dtype is input.dtype)
         and input.dim() > 0
         and input.shape[-1] == weight.shape[1]
-        and not torch.is_autocast_enabled(input.device.type)
+        and not gemm.autocast_is_on(input)
     ):
         return input, weight, bias  # nothing to cast and nothing to refuse: by far the most frequent call
     input, *parts = _cast_to_autocast(input, weight, *([] if bias is None else [bias]))
@@ -72,10 +71,19 @@ def _refuse_cast_of_fused(weight: torch.Tensor, cast: torch.Tensor) -> None:
         )
 
 
-def _group(
-    tp_group: Group, *, allreduce_dgrad: bool, sequence_parallel: bool, async_grad_allreduce: bool | None
-) -> tuple[Group, bool, bool]:
-    """Return the group, and whether an all-reduce and a reduce-scatter are due; neither on one rank."""
+def _plan(
+    tp_group: Group,
+    *,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    dgrad_in_fp32: bool,
+    allreduce_in_fp32: bool,
+    pieces: int,
+    async_grad_allreduce: bool | None = None,
+) -> ProductPlan:
+    """Return how ranks share the product: no all-reduce and no reduce-scatter on one of them.
+
+    An environment switch is read where it has a say, as reading one is a fortieth of what a small linear costs."""
     if async_grad_allreduce is not None:
         warnings.warn(
             "async_grad_allreduce is ignored, as Megatron-core ignores it since 0.11; pass allreduce_dgrad instead",
@@ -87,10 +95,22 @@ def _group(
             "allreduce_dgrad and sequence_parallel are both on, but a reduce-scatter already sums the input gradient; "
             "turn one of them off"
         )
+    if pieces < 1:
+        raise ConfigError(
+            f"allreduce_dgrad_pieces is {pieces}; give the number of pieces that dX travels in, 1 for whole"
+        )
+    dgrad_in_fp32 = dgrad_in_fp32 or environment.switch(environment.LINEAR_DGRAD_FP32)
     group = chosen_group(tp_group)
     if group_size(group) == 1:
-        return None, False, False
-    return group, allreduce_dgrad, sequence_parallel
+        return plan_alone(dgrad_in_fp32=dgrad_in_fp32)
+    return ProductPlan(
+        group=group,
+        allreduce=allreduce_dgrad,
+        sequence_parallel=sequence_parallel,
+        dgrad_in_fp32=dgrad_in_fp32,
+        allreduce_in_fp32=allreduce_in_fp32 or environment.switch(environment.DGRAD_ALLREDUCE_FP32),
+        pieces=pieces,
+    )
 
 
 def _output_dtype(input: torch.Tensor, wish: torch.dtype | None) -> torch.dtype | None:
@@ -100,14 +120,6 @@ def _output_dtype(input: torch.Tensor, wish: torch.dtype | None) -> torch.dtype 
     if torch.promote_types(input.dtype, wish) != wish:
         raise ConfigError(f"output_dtype is {wish} for operands of {input.dtype}; give a dtype at least as wide")
     return wish
-
-
-def _checked_pieces(pieces: int) -> int:
-    if pieces < 1:
-        raise ConfigError(
-            f"allreduce_dgrad_pieces is {pieces}; give the number of pieces that dX travels in, 1 for whole"
-        )
-    return pieces
 
 
 def linear_with_frozen_weight(
@@ -146,23 +158,19 @@ def linear_with_frozen_weight(
             "grad_output_buffer or wgrad_deferral_limit was given for a frozen weight, which has no weight gradient to "
             "put off; leave them None"
         )
-    group, allreduce, scatter = _group(
+    plan = _plan(
         tp_group,
         allreduce_dgrad=allreduce_dgrad,
         sequence_parallel=sequence_parallel,
+        dgrad_in_fp32=dgrad_in_fp32,
+        allreduce_in_fp32=allreduce_dgrad_in_fp32,
+        pieces=allreduce_dgrad_pieces,
         async_grad_allreduce=async_grad_allreduce,
     )
     check_product(weight, gtp_remat_size=gtp_remat_size)
-    operands = _operands(input, weight, bias)
+    input, weight, bias = _operands(input, weight, bias)
     return LinearWithFrozenWeight.apply(
-        *operands,
-        allreduce,
-        group,
-        scatter,
-        dgrad_in_fp32 or environment.switch(environment.LINEAR_DGRAD_FP32),
-        allreduce_dgrad_in_fp32 or environment.switch(environment.DGRAD_ALLREDUCE_FP32),
-        _output_dtype(operands[0], output_dtype),
-        _checked_pieces(allreduce_dgrad_pieces),
+        input, weight, bias, plan.allreduce, plan.group, plan, _output_dtype(input, output_dtype)
     )
 
 
@@ -193,33 +201,35 @@ def linear_with_grad_accumulation_and_async_allreduce(
 
     Raises LayoutError for operands that do not fit and ConfigError for options that exclude each other.
     """
-    group, allreduce, scatter = _group(
+    plan = _plan(
         tp_group,
         allreduce_dgrad=allreduce_dgrad,
         sequence_parallel=sequence_parallel,
+        dgrad_in_fp32=dgrad_in_fp32,
+        allreduce_in_fp32=allreduce_dgrad_in_fp32,
+        pieces=allreduce_dgrad_pieces,
         async_grad_allreduce=async_grad_allreduce,
     )
     check_product(weight, is_put_off=grad_output_buffer is not None, gtp_remat_size=gtp_remat_size)
     input, cast_weight, bias = _operands(input, weight, bias)
+    target = None
     if gradient_accumulation_fusion:
         _refuse_cast_of_fused(weight, cast_weight)
-    has_backward = torch.is_grad_enabled() and weight.requires_grad
-    is_traced = torch.compiler.is_compiling() and gradient_accumulation_fusion and has_backward
+        if torch.compiler.is_compiling() and torch.is_grad_enabled() and weight.requires_grad:
+            target = graph_target(weight)
     return LinearWithGradAccumulationAndAsyncCommunication.apply(
         input,
         cast_weight,
         bias,
         gradient_accumulation_fusion,
-        allreduce,
-        scatter,
+        plan.allreduce,
+        plan.sequence_parallel,
         grad_output_buffer,
         wgrad_deferral_limit,
-        group,
-        dgrad_in_fp32 or environment.switch(environment.LINEAR_DGRAD_FP32),
-        allreduce_dgrad_in_fp32 or environment.switch(environment.DGRAD_ALLREDUCE_FP32),
-        graph_target(weight) if is_traced else None,
+        plan.group,
+        plan,
+        target,
         _output_dtype(input, output_dtype),
-        _checked_pieces(allreduce_dgrad_pieces),
     )
 
 
@@ -245,8 +255,13 @@ def linear_with_split_parameters(
 
     Raises LayoutError for operands that do not fit and ConfigError for options that exclude each other.
     """
-    group, allreduce, scatter = _group(
-        tp_group, allreduce_dgrad=allreduce_dgrad, sequence_parallel=sequence_parallel, async_grad_allreduce=None
+    plan = _plan(
+        tp_group,
+        allreduce_dgrad=allreduce_dgrad,
+        sequence_parallel=sequence_parallel,
+        dgrad_in_fp32=dgrad_in_fp32,
+        allreduce_in_fp32=allreduce_dgrad_in_fp32,
+        pieces=allreduce_dgrad_pieces,
     )
     _check_parts(weights, biases)
     num_parts = len(weights)
@@ -260,14 +275,6 @@ def linear_with_split_parameters(
     targets = None
     if torch.compiler.is_compiling() and gradient_accumulation_fusion and torch.is_grad_enabled():
         targets = [graph_target(part) for part in weights if part.requires_grad]
-    plan = ProductPlan(
-        group=group,
-        allreduce=allreduce,
-        sequence_parallel=scatter,
-        dgrad_in_fp32=dgrad_in_fp32 or environment.switch(environment.LINEAR_DGRAD_FP32),
-        allreduce_in_fp32=allreduce_dgrad_in_fp32 or environment.switch(environment.DGRAD_ALLREDUCE_FP32),
-        pieces=_checked_pieces(allreduce_dgrad_pieces),
-    )
     return SplitLinear.apply(
         input, gradient_accumulation_fusion, plan, targets, _output_dtype(input, output_dtype), num_parts, *parts
     )

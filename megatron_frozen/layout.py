@@ -197,26 +197,27 @@ def fold_pair(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, 
 
     Raises LayoutError where the leading dims differ.
     """
-    lead = tuple(first.shape[:-1])
-    if lead != tuple(second.shape[:-1]):
+    *lead, first_width = first.shape
+    *second_lead, second_width = second.shape
+    if lead != second_lead:
         raise LayoutError(
-            f"a weight gradient was asked of leading dims {list(lead)} and {list(second.shape[:-1])}; "
+            f"a weight gradient was asked of leading dims {lead} and {second_lead}; "
             f"give both operands the same leading dims"
         )
     num_rows = 1
     for size in lead:
         num_rows *= size
     if first.is_contiguous() and second.is_contiguous():
-        return first.reshape(num_rows, first.shape[-1]), second.reshape(num_rows, second.shape[-1])
+        return first.reshape(num_rows, first_width), second.reshape(num_rows, second_width)
     common_order = _common_order if torch.compiler.is_compiling() else _cached_order  # no cache can hash symbols
     order = common_order(
-        lead,
+        tuple(lead),
         first=first.stride()[:-1],
         second=second.stride()[:-1],
-        first_is_larger=first.shape[-1] >= second.shape[-1],
+        first_is_larger=first_width >= second_width,
     )
     last = len(lead)
     return (
-        first.permute(*order, last).reshape(num_rows, first.shape[-1]),
-        second.permute(*order, last).reshape(num_rows, second.shape[-1]),
+        first.permute(*order, last).reshape(num_rows, first_width),
+        second.permute(*order, last).reshape(num_rows, second_width),
     )

@@ -11,6 +11,8 @@ def kept_grad_dtype(parameter: torch.Tensor) -> torch.dtype:
     ``Tensor.grad_dtype`` came with torch 2.10 and belongs to leaves. Compiled code rounds to the parameter's dtype
     whatever it says (torch 2.13), so there it is not asked.
     """
+    dtype = parameter.dtype
     if torch.compiler.is_compiling() or not parameter.is_leaf:
-        return parameter.dtype
-    return torch.promote_types(parameter.dtype, getattr(parameter, "grad_dtype", None) or parameter.dtype)
+        return dtype
+    wish = getattr(parameter, "grad_dtype", None)
+    return dtype if wish is None or wish is dtype else torch.promote_types(dtype, wish)

@@ -22,15 +22,15 @@ from megatron_frozen.layout import Fold, fold_leading
 class ProductPlan:
     """How tensor-parallel ranks share a product: the input is gathered, its gradient multiplied and summed."""
 
-    group: Group
+    group: Group = None
     """The tensor-parallel group; None for one rank."""
-    allreduce: bool
+    allreduce: bool = False
     """Sum over the group by an all-reduce of the 2-D product."""
-    sequence_parallel: bool
+    sequence_parallel: bool = False
     """Gather the input along dim 0, and sum its gradient by a reduce-scatter along it."""
-    dgrad_in_fp32: bool
+    dgrad_in_fp32: bool = False
     """Multiply bf16 and fp16 operands straight into fp32."""
-    allreduce_in_fp32: bool
+    allreduce_in_fp32: bool = False
     """Sum over the group in fp32."""
     pieces: int = 1
     """Blocks of rows in which an all-reduced product is made, each travelling while the next is multiplied."""
@@ -42,6 +42,15 @@ class ProductPlan:
         if self.pieces == 1 or not self.allreduce or self.group is None or torch.compiler.is_compiling():
             return 1
         return max(1, min(self.pieces, num_rows))
+
+
+# Made once, as making one is a fortieth of what a small linear costs.
+_ALONE, _ALONE_IN_FP32 = ProductPlan(), ProductPlan(dgrad_in_fp32=True)
+
+
+def plan_alone(*, dgrad_in_fp32: bool) -> ProductPlan:
+    """Return the plan of a product that ranks do not share."""
+    return _ALONE_IN_FP32 if dgrad_in_fp32 else _ALONE
 
 
 def forward_product(
@@ -61,18 +70,23 @@ def forward_product(
     return fold.unfold_output(gemm.forward(input_RI, weight_OI, bias_O, dtype=output_dtype))
 
 
-def _stands_in_order(input_: torch.Tensor) -> bool:
-    """Return whether torch's own linear folds an X [s, b, I] as we do, in C++, which is faster where X is small.
+def _stands_in_order(tensor: torch.Tensor) -> bool:
+    """Return whether torch's own products fold a tensor [s, b, H] as we do, in C++, which is faster where it is small.
 
     Strides are compared for dims of size 1 too, as torch does. With a bias torch's result would be a view, which its
     user could not write into."""
-    return (
-        input_.dim() == 3
-        and input_.is_contiguous()
-        and input_.stride(0) == input_.shape[1] * input_.stride(1)
-        and not torch.compiler.is_compiling()
-        and not torch.is_autocast_enabled(input_.device.type)
-    )
+    if tensor.dim() != 3 or torch.compiler.is_compiling():
+        return False
+    _, num_inner, width = tensor.shape
+    return tensor.stride() == (num_inner * width, width, 1) and not gemm.autocast_is_on(tensor)
+
+
+def dgrad_in_order(grad_output: torch.Tensor, weight_OI: torch.Tensor, *, plan: ProductPlan) -> torch.Tensor | None:
+    """Return dX [s, b, I] of a dY [s, b, O] that needs no fold, no cast and no collective: the most frequent one.
+
+    None for any other, which ``fold_leading`` and ``start_dgrad`` multiply."""
+    is_plain = plan.group is None and not plan.dgrad_in_fp32 and grad_output.dtype is weight_OI.dtype
+    return gemm.dgrad_in_order(grad_output, weight_OI) if is_plain and _stands_in_order(grad_output) else None
 
 
 def start_dgrad(

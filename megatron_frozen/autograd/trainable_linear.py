@@ -11,7 +11,7 @@ import torch
 
 from megatron_frozen import gemm
 from megatron_frozen.autograd.grad_dtype import kept_grad_dtype
-from megatron_frozen.autograd.linear_products import ProductPlan, forward_product, start_dgrad
+from megatron_frozen.autograd.linear_products import ProductPlan, dgrad_in_order, forward_product, start_dgrad
 from megatron_frozen.autograd.once import once_differentiable
 from megatron_frozen.comm import all_gather
 from megatron_frozen.comm.groups import Group
@@ -29,13 +29,14 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
         under ``gradient_accumulation_fusion`` (see ``main_grad``), or put off into ``grad_output_buffer``. It is
         returned in ``weight.grad_dtype``, straight from the operands, where that is wider than W's dtype.
     Dbias: sum of dY over all leading dims, if b requires grad, in ``bias.grad_dtype``.
-    Collectives: forward, an all-gather of X under sequence parallelism; backward, that gather again while dX is
-        multiplied, and an all-reduce of the 2-D dX (``allreduce_dgrad``), whole or in ``allreduce_dgrad_pieces`` of
-        rows, or its reduce-scatter while dW is multiplied.
+    Collectives: those of ``plan``: forward, an all-gather of X under sequence parallelism; backward, that gather again
+        while dX is multiplied, and an all-reduce of the 2-D dX, whole or in pieces of rows, or its reduce-scatter
+        while dW is multiplied.
     Saved: X (the shard) and W; the Parameter object beside them, since a saved copy carries no main_grad.
     Why: upstream folds the operands of dW alone. X is saved as a shard because activations outnumber weights.
 
-    The first nine arguments of ``apply`` are those of Megatron-core 0.16.1's class of this name; the others are ours.
+    The first nine arguments of ``apply`` are those of Megatron-core 0.16.1's class of this name; the others are ours:
+    a ``plan`` stands in the place of ``allreduce_dgrad``, ``sequence_parallel`` and ``tp_group``.
     """
 
     @staticmethod
@@ -50,11 +51,9 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
         grad_output_buffer: list[torch.Tensor] | None,
         wgrad_deferral_limit: int | None,
         tp_group: Group,
-        dgrad_in_fp32: bool = False,  # noqa: FBT001, FBT002 - apply takes no keywords
-        allreduce_dgrad_in_fp32: bool = False,  # noqa: FBT001, FBT002
+        plan: ProductPlan | None = None,
         graph_target: GraphTarget | None = None,
         output_dtype: torch.dtype | None = None,
-        allreduce_dgrad_pieces: int = 1,
     ) -> torch.Tensor:
         """Return Y; see the class."""
         ctx.save_for_backward(input, weight)
@@ -63,14 +62,7 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
         ctx.weight_grad_dtype = kept_grad_dtype(weight)
         ctx.bias_grad_dtype = None if bias is None else kept_grad_dtype(bias)
         ctx.grad_output_buffer, ctx.wgrad_deferral_limit = grad_output_buffer, wgrad_deferral_limit
-        ctx.plan = ProductPlan(
-            group=tp_group,
-            allreduce=allreduce_dgrad,
-            sequence_parallel=sequence_parallel,
-            dgrad_in_fp32=dgrad_in_fp32,
-            allreduce_in_fp32=allreduce_dgrad_in_fp32,
-            pieces=allreduce_dgrad_pieces,
-        )
+        ctx.plan = plan or ProductPlan(group=tp_group, allreduce=allreduce_dgrad, sequence_parallel=sequence_parallel)
         return forward_product(input, weight, bias, plan=ctx.plan, output_dtype=output_dtype)
 
     @staticmethod
@@ -78,8 +70,12 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return dX, dW and db; see the class."""
         input, weight = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         computes_weight = needs_weight and not _put_off(ctx, grad_output)
+        if needs_input and not needs_bias:
+            dX = dgrad_in_order(grad_output, weight, plan=ctx.plan)
+            if dX is not None:
+                return dX, _weight_gradient(ctx, grad_output, input) if computes_weight else None, *(None,) * 10
         gathering = None
         if ctx.plan.sequence_parallel and computes_weight:
             input, gathering = all_gather(input, group=ctx.plan.group, async_op=True)
@@ -88,9 +84,10 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
         finish = start_dgrad(grad_RO, weight, fold=fold, plan=ctx.plan) if needs_input else None
         if gathering is not None:
             gathering.wait()
-        grad_weight = _weight_gradient(ctx, grad_RO, fold, input) if computes_weight else None
+        # Unfolding the folded matrix, not dY itself, so that what the fold had to copy is not copied again.
+        grad_weight = _weight_gradient(ctx, fold.unfold(grad_RO), input) if computes_weight else None
         grad_bias = _bias_gradient(ctx, wide_RO, fold) if needs_bias else None
-        return finish() if finish else None, grad_weight, grad_bias, *[None] * 11
+        return finish() if finish else None, grad_weight, grad_bias, *(None,) * 9
 
 
 def _put_off(ctx: Any, grad_output: torch.Tensor) -> bool:
@@ -102,9 +99,7 @@ def _put_off(ctx: Any, grad_output: torch.Tensor) -> bool:
     return True
 
 
-def _weight_gradient(ctx: Any, grad_RO: torch.Tensor, fold: Fold, total_input: torch.Tensor) -> torch.Tensor | None:
-    # Unfolding the folded matrix, not dY itself, so that what the fold had to copy is not copied again.
-    grad_output = fold.unfold(grad_RO)
+def _weight_gradient(ctx: Any, grad_output: torch.Tensor, total_input: torch.Tensor) -> torch.Tensor | None:
     if ctx.graph_target is not None:
         return deliver_in_graph(ctx.graph_target, grad_output, total_input)
     return deliver_weight_gradient(ctx.weight, grad_output, total_input, grad_dtype=ctx.weight_grad_dtype)

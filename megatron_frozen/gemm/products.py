@@ -18,12 +18,13 @@ def _no_autocast(tensor: torch.Tensor) -> torch.autocast:
     return torch.autocast(tensor.device.type, enabled=False)
 
 
-def _autocast_is_on(tensor: torch.Tensor) -> bool:
-    return torch.is_autocast_enabled(tensor.device.type)
+def autocast_is_on(tensor: torch.Tensor) -> bool:
+    """Return whether autocast is on for the device type of ``tensor``, which is slow to tell: any is asked first."""
+    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(tensor.device.type)
 
 
 def _mm(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    if _autocast_is_on(left):
+    if autocast_is_on(left):
         with _no_autocast(left):
             return torch.mm(left, right, out=out)
     return torch.mm(left, right, out=out)
@@ -117,6 +118,11 @@ def dgrad(
     if in_fp32 and grad_output_TO.dtype in LOW_PRECISION:
         return _widened(Product.DGRAD, grad_output_TO, weight_OI, dtype=torch.float32, out=out)
     return _mm(grad_output_TO, weight_OI, out=out)
+
+
+def dgrad_in_order(grad_output: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    """Return dX = dY W [s, b, I] of a dY [s, b, O], as ``forward_in_order`` returns Y of such an X."""
+    return torch.matmul(grad_output, weight_OI)
 
 
 def wgrad(grad_output_TO: torch.Tensor, input_TI: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -89,9 +89,9 @@ def enter_region(input_: torch.Tensor, *, sequence_parallel: bool, config: Any, 
 
     Under sequence parallelism: all-gather forward, reduce-scatter backward; else nothing forward, all-reduce backward.
     """
+    in_fp32 = dgrad_sum_in_fp32(config)  # read on one rank too, where a product does not, so that a bad switch is named
     if group is None:  # one rank, also where other groups stand
         return input_
-    in_fp32 = dgrad_sum_in_fp32(config)
     if sequence_parallel:
         return gather_from_sequence_parallel_region(input_, group=group, reduce_in_fp32=in_fp32)
     return copy_to_tensor_model_parallel_region(input_, group, reduce_in_fp32=in_fp32)

@@ -62,15 +62,16 @@ def input_like(grad: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("in_fp32", [False, True])
-def test_backward_is_one_gemm_without_copies(name: str, *, in_fp32: bool) -> None:
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_backward_is_one_gemm_without_copies(name: str, *, in_fp32: bool, with_bias: bool) -> None:
     torch.manual_seed(0)
     grad = LAYOUTS[name]()
     untouched = grad.clone()
     weight, bias = weight_and_bias()
     x = input_like(grad)
-    y = frozen(x, weight, bias, dgrad_in_fp32=in_fp32)
+    y = frozen(x, weight, bias if with_bias else None, dgrad_in_fp32=in_fp32)
     with Recorder() as seen:
-        dx, db = torch.autograd.grad(y, (x, bias), grad)
+        dx, db = torch.autograd.grad(y, (x, bias), grad, allow_unused=not with_bias)
     assert seen.count("aten.mm") == 1
     assert seen.count("aten.bmm") == 0
     dense_bytes = DENSE_COPY_BYTES.get(name, grad.numel() * grad.element_size())
@@ -78,7 +79,8 @@ def test_backward_is_one_gemm_without_copies(name: str, *, in_fp32: bool) -> Non
     assert dx.shape == x.shape
     wide = untouched.double()
     assert relative_error(dx, torch.einsum("...o,oi->...i", wide, weight.double())) < 1e-6
-    assert relative_error(db, wide.reshape(-1, NUM_OUT).sum(0)) < 1e-6
+    if with_bias:
+        assert relative_error(db, wide.reshape(-1, NUM_OUT).sum(0)) < 1e-6
     assert torch.equal(grad, untouched)
 
 
@@ -187,12 +189,14 @@ def test_dtypes_are_as_near_fp64_as_plain_torch(dtype: torch.dtype) -> None:
         assert relative_error(ours, exact) <= 2 * relative_error(plain, exact) + tiny, what
 
 
+@pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("through_environment", [False, True])
-def test_dgrad_in_fp32(monkeypatch: pytest.MonkeyPatch, *, through_environment: bool) -> None:
+def test_dgrad_in_fp32(monkeypatch: pytest.MonkeyPatch, *, through_environment: bool, in_order: bool) -> None:
     """Case 3: the option returns g.float() @ W.float() cast back, by one mm."""
     torch.manual_seed(0)
     weight, _ = weight_and_bias(torch.bfloat16)
-    grad = torch.randn(3, 6, NUM_OUT).bfloat16().transpose(0, 1)
+    grad = torch.randn(6, 3, NUM_OUT) if in_order else torch.randn(3, 6, NUM_OUT).transpose(0, 1)
+    grad = grad.bfloat16()
     x = torch.randn(6, 3, NUM_IN).bfloat16().requires_grad_()
     if through_environment:
         monkeypatch.setenv("MEGATRON_TRUE_ON_POLICY_LINEAR_DGRAD_FP32", "1")
@@ -221,6 +225,29 @@ def test_autocast(*, dgrad_in_fp32: bool) -> None:
     exact = grad.double() @ weight.bfloat16().double()
     assert relative_error(dx, exact) <= 2 * relative_error(plain_dx, exact) + 1e-6
     assert torch.equal(db, plain_db)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_backward_inside_autocast_keeps_the_operands_dtype(*, in_order: bool) -> None:
+    weight, _ = weight_and_bias()
+    x = torch.randn(6, 3, NUM_IN, requires_grad=True)
+    grad = torch.randn(6, 3, NUM_OUT) if in_order else torch.randn(3, 6, NUM_OUT).transpose(0, 1)
+    y = frozen(x, weight)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (dx,) = torch.autograd.grad(y, x, grad)
+    assert dx.dtype == torch.float32
+    assert relative_error(dx, grad.double() @ weight.double()) < 1e-6
+
+
+def test_the_switch_of_the_sum_is_read_where_ranks_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each call, and the one of the product on one rank too."""
+    weight, _ = weight_and_bias()
+    x = torch.randn(6, 3, NUM_IN)
+    monkeypatch.setenv("MEGATRON_TRUE_ON_POLICY_DGRAD_ALLREDUCE_FP32", "yes")
+    assert torch.equal(frozen(x, weight), torch.nn.functional.linear(x, weight))
+    monkeypatch.setenv("MEGATRON_TRUE_ON_POLICY_LINEAR_DGRAD_FP32", "yes")
+    with pytest.raises(ConfigError, match="LINEAR_DGRAD_FP32 is 'yes'; it takes 0 or 1"):
+        frozen(x, weight)
 
 
 def test_only_the_weight_is_saved() -> None:
