@@ -19,6 +19,7 @@ from megatron_frozen.autograd.cross_entropy import IGNORED_TARGET, local_ids, pi
 from megatron_frozen.autograd.once import once_differentiable
 from megatron_frozen.comm import all_reduce_
 from megatron_frozen.comm.groups import Group, group_rank
+from megatron_frozen.kernels import passes
 from megatron_frozen.layout import Fold, fold_leading
 
 # Each chunk reads the whole weight twice. With few rows a product waits for memory: on a CPU, 49152 by 576, the two
@@ -138,19 +139,28 @@ def _sweep(
         logits_CV = gemm.forward(X_RI[rows], weight_VI, dtype=logits_dtype)
         cells = torch.arange(logits_CV.shape[0], device=logits_CV.device), local_R[rows]
         at_target[rows] = logits_CV[cells].to(wide)
-        probs_CV = torch.empty_like(logits_CV, dtype=X_RI.dtype) if logits_dtype else logits_CV
-        tops, totals = [], []
-        for piece in pieces(logits_CV):
-            tops.append(logits_CV[piece].amax(-1).to(wide))
-            probs = logits_CV[piece].softmax(-1, dtype=wide)
-            totals.append(probs.amax(-1).reciprocal_())  # the highest is exp(0) / Z
-            if with_dgrad:
-                probs_CV[piece] = probs
-        top[rows], total[rows] = torch.cat(tops), torch.cat(totals)
+        probs_CV, top[rows], total[rows] = _softmax(logits_CV, wide=wide, dtype=X_RI.dtype)
         if with_dgrad:
             probs_CV[cells] = probs_CV[cells].masked_fill_(is_here_R[rows], 0)  # a scatter_ would copy all the logits
             dX_RI[rows] = gemm.dgrad(probs_CV, weight_VI, in_fp32=dgrad_in_fp32).to(wide)
     return top, total, at_target, dX_RI
+
+
+def _softmax(
+    logits_CV: torch.Tensor, *, wide: torch.dtype, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the softmax in ``dtype``, in place of the logits if that is theirs, and, wide, each row's maximum and its
+    sum of exponentials below that."""
+    if passes.takes(logits_CV):
+        return logits_CV, *passes.softmax_(logits_CV)
+    probs_CV = logits_CV if logits_CV.dtype == dtype else torch.empty_like(logits_CV, dtype=dtype)
+    tops, totals = [], []
+    for piece in pieces(logits_CV):
+        tops.append(logits_CV[piece].amax(-1).to(wide))
+        probs = logits_CV[piece].softmax(-1, dtype=wide)
+        totals.append(probs.amax(-1).reciprocal_())  # the highest is exp(0) / Z
+        probs_CV[piece] = probs
+    return probs_CV, torch.cat(tops), torch.cat(totals)
 
 
 def _chunks(target_R: torch.Tensor) -> Iterator[slice | torch.Tensor]:

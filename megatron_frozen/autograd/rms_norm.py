@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_frozen.autograd.grad_dtype import kept_grad_dtype
 from megatron_frozen.autograd.once import once_differentiable
+from megatron_frozen.kernels import passes
 
 
 class RMSNormFunction(torch.autograd.Function):
@@ -29,28 +30,37 @@ class RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = input_.to(_wide(input_.dtype))
-        inverse_rms = (_dot(wide, wide) / input_.shape[-1] + eps).rsqrt_()
-        ctx.save_for_backward(input_, weight, inverse_rms)
         ctx.weight_grad_dtype = kept_grad_dtype(weight)
-        return (wide * inverse_rms).to(input_.dtype) * weight
+        if input_.dim() <= 3 and passes.takes(input_, weight):
+            output, inverse_rms = passes.rms_norm(input_, weight, eps=eps)
+        else:
+            wide = input_.to(_wide(input_.dtype))
+            inverse_rms = (_dot(wide, wide) / input_.shape[-1] + eps).rsqrt_()
+            output = (wide * inverse_rms).to(input_.dtype) * weight
+        ctx.save_for_backward(input_, weight, inverse_rms)
+        return output
 
     @staticmethod
     @once_differentiable  # the saved root has no graph of its own, so a second derivative would be wrong
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         input_, weight, inverse_rms = ctx.saved_tensors
-        wide, (grad_output,) = input_.to(inverse_rms.dtype), grads
-        grad_input = grad_weight = None
+        (grad_output,), grad_input, grad_weight = grads, None, None
         if ctx.needs_input_grad[0]:
-            scaled = (grad_output * weight).to(inverse_rms.dtype)
-            pull = _dot(scaled, wide) * inverse_rms.pow(3) / -input_.shape[-1]
-            grad_input = (scaled * inverse_rms).addcmul_(wide, pull).to(input_.dtype)
+            takes = input_.dim() <= 3 and passes.takes(input_, weight, grad_output)
+            input_grad = passes.rms_norm_backward if takes else _input_grad
+            grad_input = input_grad(grad_output, input_, weight, inverse_rms)
         if ctx.needs_input_grad[1]:
-            normalised = (wide * inverse_rms).to(input_.dtype)
+            normalised = (input_.to(inverse_rms.dtype) * inverse_rms).to(input_.dtype)
             leading = tuple(range(input_.dim() - 1))
             factor = grad_output.to(torch.promote_types(grad_output.dtype, ctx.weight_grad_dtype))
             grad_weight = (factor * normalised).sum(leading, dtype=inverse_rms.dtype).to(ctx.weight_grad_dtype)
         return grad_input, grad_weight, None
+
+
+def _input_grad(grad_output: Tensor, input_: Tensor, weight: Tensor, inverse_rms: Tensor) -> Tensor:
+    wide, scaled = input_.to(inverse_rms.dtype), (grad_output * weight).to(inverse_rms.dtype)
+    pull = _dot(scaled, wide) * inverse_rms.pow(3) / -input_.shape[-1]
+    return (scaled * inverse_rms).addcmul_(wide, pull).to(input_.dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

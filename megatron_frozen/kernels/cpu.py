@@ -27,16 +27,16 @@ _NEEDED = (
     "_ZN6fbgemm14transpose_simdIfEEvllPKT_lPS1_l",
 )
 _PARALLEL = "GOMP_parallel"
-_LONG, _POINTER = ctypes.c_long, ctypes.c_void_p
+LONG, POINTER = ctypes.c_long, ctypes.c_void_p
 ATTENTION_BLOCK = 128  # BLOCK of attention.cpp
 
 
 class _Matrix(ctypes.Structure):
-    _fields_ = (("at", _POINTER), ("row_stride", _LONG), ("column_stride", _LONG))
+    _fields_ = (("at", POINTER), ("row_stride", LONG), ("column_stride", LONG))
 
 
 class _Heads(ctypes.Structure):
-    _fields_ = (("at", _POINTER), ("batch_stride", _LONG), ("head_stride", _LONG), ("row_stride", _LONG))
+    _fields_ = (("at", POINTER), ("batch_stride", LONG), ("head_stride", LONG), ("row_stride", LONG))
 
 
 @lru_cache(maxsize=1)
@@ -68,10 +68,10 @@ def _gives_a_right_product(M: int, K: int, N: int) -> bool:
 @lru_cache(maxsize=1)
 def _torch() -> Any:
     """Return the table of torch's functions, as ``struct Torch`` has it."""
-    return (_POINTER * 5)(*map(address, (*_NEEDED, _PARALLEL)))
+    return (POINTER * 5)(*map(address, (*_NEEDED, _PARALLEL)))
 
 
-def _run(name: str, *arguments: Any) -> None:
+def run(name: str, *arguments: Any) -> None:
     """Call a kernel; the tensors behind its pointers must outlive the call."""
     getattr(library(), name)(_torch(), ctypes.c_uint(torch.get_num_threads()), *arguments)
 
@@ -87,8 +87,8 @@ def multiply_into(out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, *, accumu
         out.zero_()
     if out.numel() > 0:
         matrices = [ctypes.byref(_Matrix(matrix.data_ptr(), *matrix.stride())) for matrix in (A, B)]
-        sizes, ldc = map(_LONG, (M, N, K)), _LONG(max(out.stride(0), N))
-        _run("mf_multiply", *sizes, *matrices, _POINTER(out.data_ptr()), ldc, ctypes.c_bool(accumulate))
+        sizes, ldc = map(LONG, (M, N, K)), LONG(max(out.stride(0), N))
+        run("mf_multiply", *sizes, *matrices, POINTER(out.data_ptr()), ldc, ctypes.c_bool(accumulate))
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,7 +97,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple
     context, logsumexp = _empty_heads(query), query.new_empty(query.shape[:3], dtype=torch.float32)
     heads = [_dense_rows(part) for part in (query, key, value)]
     if query.numel() > 0:
-        _run("mf_attention_forward", _sizes(query, key), _heads(*heads, context), _POINTER(logsumexp.data_ptr()))
+        run("mf_attention_forward", _sizes(query, key), _heads(*heads, context), POINTER(logsumexp.data_ptr()))
     return context, logsumexp
 
 
@@ -119,8 +119,8 @@ def attend_backward(
     if n > k and b * k < 2 * torch.get_num_threads():  # as Sizes::heads_per_unit
         padded = -(-s // ATTENTION_BLOCK) * ATTENTION_BLOCK
         partial = logsumexp.new_empty(b, n, 2, padded, d)
-    _run("mf_attention_backward", _sizes(query, key), _heads(*given, *grads), _POINTER(logsumexp.data_ptr()),
-         _POINTER(0 if partial is None else partial.data_ptr()))  # fmt: skip
+    run("mf_attention_backward", _sizes(query, key), _heads(*given, *grads), POINTER(logsumexp.data_ptr()),
+         POINTER(0 if partial is None else partial.data_ptr()))  # fmt: skip
     return grads
 
 
@@ -131,7 +131,7 @@ def _empty_heads(like: torch.Tensor) -> torch.Tensor:
 
 def _sizes(query: torch.Tensor, key: torch.Tensor) -> Any:
     b, n, s, d = query.shape
-    return (_LONG * 5)(b, n, key.shape[1], s, d)
+    return (LONG * 5)(b, n, key.shape[1], s, d)
 
 
 def _heads(*parts: torch.Tensor) -> Any:

@@ -52,8 +52,7 @@ class _RotateJoint(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         grad = grads[0].new_empty_strided(ctx.shape, ctx.stride)
         parts = grad.unflatten(-1, (-1, ctx.head_dim)).split([heads.shape[2] for heads in grads], dim=2)
-        back = -sin
         for out, heads in zip(parts[:2], grads[:2], strict=True):
-            rotated(heads, cos, back, out=out)
+            rotated(heads, cos, sin, sign=-1, out=out)
         parts[2].copy_(grads[2])
         return grad, None, None, None, None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron_frozen.autograd.once import once_differentiable
 from megatron_frozen.comm import Group
+from megatron_frozen.kernels import passes
 from megatron_frozen.layers import ColumnParallelLinear, ModelParallelConfig, RowParallelLinear
 from megatron_frozen.layers.joint_columns import HoldsJointColumns
 from megatron_frozen.models.config import DecoderConfig
@@ -82,6 +83,8 @@ class _GateJoint(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, joint: Tensor) -> Tensor:
         ctx.save_for_backward(joint)
+        if passes.takes(joint):
+            return passes.gate(joint)
         gate, up = joint.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
@@ -89,6 +92,8 @@ class _GateJoint(torch.autograd.Function):
     @once_differentiable  # it writes by out=, which autograd refuses where a graph is asked for
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (joint,) = ctx.saved_tensors
+        if passes.takes(joint, grads[0]):
+            return passes.gate_backward(grads[0], joint)
         gate, up = joint.chunk(2, dim=-1)
         grad = torch.empty_like(joint)
         grad_gate, grad_up = grad.chunk(2, dim=-1)

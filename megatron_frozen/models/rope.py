@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_frozen.kernels import passes
 from megatron_frozen.models.rope_config import RopeConfig
 
 
@@ -148,13 +149,17 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return rotated(grads[0], cos, -sin), None, None
+        return rotated(grads[0], cos, sin, sign=-1), None, None
 
 
-def rotated(heads: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return what `rotate` does, outside autograd and, if given, in ``out``."""
+def rotated(heads: Tensor, cos: Tensor, sin: Tensor, *, sign: float = 1, out: Tensor | None = None) -> Tensor:
+    """Return what `rotate` does, or its reverse for a ``sign`` of -1, outside autograd and, if given, in ``out``."""
     half = heads.shape[-1] // 2
-    rotated = heads * cos if out is None else torch.mul(heads, cos, out=out)
-    rotated[..., :half].addcmul_(heads[..., half:], sin, value=-1)
-    rotated[..., half:].addcmul_(heads[..., :half], sin)
-    return rotated
+    if passes.takes(heads, cos, sin, *() if out is None else (out,)):
+        into = torch.empty_like(heads) if out is None else out
+        passes.rotate(heads, cos, sin, sign=sign, out=into)
+        return into
+    into = heads * cos if out is None else torch.mul(heads, cos, out=out)
+    into[..., :half].addcmul_(heads[..., half:], sin, value=-sign)
+    into[..., half:].addcmul_(heads[..., :half], sin, value=sign)
+    return into

@@ -1,0 +1,166 @@
+// Passes over bf16 activations that torch makes in several, each with the roundings to bf16 that torch's have.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "vectors.h"
+
+namespace {
+
+constexpr long ROWS = 32;  // of a piece of work
+constexpr float LOG2_E = 1.44269504f;
+
+struct Rows {  // [outer, inner, width], width dense
+    bf16* at;
+    long outer_stride, inner_stride;
+};
+
+struct Shape {
+    long outer, inner, width;
+    long num_rows() const { return outer * inner; }
+    bf16* row(const Rows& rows, long i) const {
+        return rows.at + i / inner * rows.outer_stride + i % inner * rows.inner_stride;
+    }
+};
+
+template <class Work>
+void each_row(const Torch& torch, unsigned num_threads, long count, const Work& work) {
+    on_threads(torch, num_threads, (count + ROWS - 1) / ROWS, [&](Pieces& pieces) {
+        for (long piece; pieces.take(piece);)
+            for (long i = piece * ROWS; i < std::min(count, (piece + 1) * ROWS); i++) work(i);
+    });
+}
+
+// Calls work(j, mask) for each vector of a row.
+template <class Work>
+inline void each_vector(long width, const Work& work) {
+    for (long j = 0; j < width; j += LANES) work(j, first(width - j));
+}
+
+inline Floats in_bf16(Floats x) { return widened(rounded(x)); }
+inline Floats times(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+inline Floats all(float x) { return _mm512_set1_ps(x); }
+inline Floats sigmoid(Floats x) {
+    return _mm512_div_ps(all(1), _mm512_add_ps(all(1), exp2(times(x, all(-LOG2_E)))));
+}
+
+}  // namespace
+
+extern "C" {
+
+// y = weight * round(x r), r = 1 / sqrt(mean(x^2) + eps), which is kept.
+void mf_rms_norm(const Torch* torch, unsigned num_threads, const Shape* shape_, const Rows* rows, const bf16* weight,
+                 float* inverse_rms, float eps) {
+    const Shape& shape = *shape_;
+    each_row(*torch, num_threads, shape.num_rows(), [&](long i) {
+        const bf16* x = shape.row(rows[0], i);
+        bf16* y = shape.row(rows[1], i);
+        Floats sum = _mm512_setzero_ps();
+        each_vector(shape.width, [&](long j, __mmask16 mask) {
+            Floats v = load(x + j, mask);
+            sum = _mm512_fmadd_ps(v, v, sum);
+        });
+        const float r = 1 / std::sqrt(_mm512_reduce_add_ps(sum) / shape.width + eps);
+        inverse_rms[i] = r;
+        each_vector(shape.width, [&](long j, __mmask16 mask) {
+            store(y + j, times(in_bf16(times(load(x + j, mask), all(r))), load(weight + j, mask)), mask);
+        });
+    });
+}
+
+// dx = r g - x r^3 sum(g x) / width with g = round(dy weight).
+void mf_rms_norm_backward(const Torch* torch, unsigned num_threads, const Shape* shape_, const Rows* rows,
+                          const bf16* weight, const float* inverse_rms) {
+    const Shape& shape = *shape_;
+    each_row(*torch, num_threads, shape.num_rows(), [&](long i) {
+        const bf16 *x = shape.row(rows[0], i), *dy = shape.row(rows[1], i);
+        bf16* dx = shape.row(rows[2], i);
+        auto scaled = [&](long j, __mmask16 mask) { return in_bf16(times(load(dy + j, mask), load(weight + j, mask))); };
+        Floats sum = _mm512_setzero_ps();
+        each_vector(shape.width, [&](long j, __mmask16 mask) {
+            sum = _mm512_fmadd_ps(scaled(j, mask), load(x + j, mask), sum);
+        });
+        const float r = inverse_rms[i], pull = -_mm512_reduce_add_ps(sum) * r * r * r / shape.width;
+        each_vector(shape.width, [&](long j, __mmask16 mask) {
+            store(dx + j, _mm512_fmadd_ps(load(x + j, mask), all(pull), times(scaled(j, mask), all(r))), mask);
+        });
+    });
+}
+
+// y = round(silu(gate)) up, of rows [gate, up]; width is one half's.
+void mf_gate(const Torch* torch, unsigned num_threads, const Shape* shape_, const Rows* rows) {
+    const Shape& shape = *shape_;
+    each_row(*torch, num_threads, shape.num_rows(), [&](long i) {
+        const bf16 *gate = shape.row(rows[0], i), *up = gate + shape.width;
+        bf16* y = shape.row(rows[1], i);
+        each_vector(shape.width, [&](long j, __mmask16 mask) {
+            Floats g = load(gate + j, mask);
+            store(y + j, times(in_bf16(times(g, sigmoid(g))), load(up + j, mask)), mask);
+        });
+    });
+}
+
+// The gradients of gate and of up, beside each other as these are.
+void mf_gate_backward(const Torch* torch, unsigned num_threads, const Shape* shape_, const Rows* rows) {
+    const Shape& shape = *shape_;
+    each_row(*torch, num_threads, shape.num_rows(), [&](long i) {
+        const bf16 *gate = shape.row(rows[0], i), *up = gate + shape.width, *dy = shape.row(rows[1], i);
+        bf16 *grad_gate = shape.row(rows[2], i), *grad_up = grad_gate + shape.width;
+        each_vector(shape.width, [&](long j, __mmask16 mask) {
+            Floats g = load(gate + j, mask), d = load(dy + j, mask), s = sigmoid(g);
+            Floats slope = times(s, _mm512_fmadd_ps(g, _mm512_sub_ps(all(1), s), all(1)));
+            store(grad_up + j, times(in_bf16(times(g, s)), d), mask);
+            store(grad_gate + j, times(in_bf16(times(d, load(up + j, mask))), slope), mask);
+        });
+    });
+}
+
+// Rotates the pairs (i, i + half) of heads [outer, inner, heads, 2 half] by angles, of which cos and sin are rows [half]
+// or more; `sign` turns it back.
+void mf_rotate(const Torch* torch, unsigned num_threads, const Shape* shape_, const Rows* rows, long num_heads,
+               const long* head_strides, float sign) {
+    const Shape& shape = *shape_;
+    const long half = shape.width / 2;
+    each_row(*torch, num_threads, shape.num_rows(), [&](long i) {
+        const bf16 *cos = shape.row(rows[2], i), *sin = shape.row(rows[3], i);
+        for (long h = 0; h < num_heads; h++) {
+            const bf16* x = shape.row(rows[0], i) + h * head_strides[0];
+            bf16* y = shape.row(rows[1], i) + h * head_strides[1];
+            each_vector(half, [&](long j, __mmask16 mask) {
+                Floats a = load(x + j, mask), b = load(x + half + j, mask);
+                Floats c = load(cos + j, mask), s = times(load(sin + j, mask), all(sign));
+                store(y + j, _mm512_fnmadd_ps(b, s, in_bf16(times(a, c))), mask);
+                store(y + half + j, _mm512_fmadd_ps(a, s, in_bf16(times(b, c))), mask);
+            });
+        }
+    });
+}
+
+// Turns each row of logits into its softmax, in place, and gives its maximum and its sum of exponentials below that.
+void mf_softmax(const Torch* torch, unsigned num_threads, long num_rows, long width, bf16* logits, long stride,
+                float* maximum, float* sum) {
+    on_threads(*torch, num_threads, num_rows, [&](Pieces& pieces) {
+        const Room<float> exponentials(width);
+        for (long i; pieces.take(i);) {
+            bf16* row = logits + i * stride;
+            const Floats low = all(-std::numeric_limits<float>::infinity());
+            Floats top = low, total = _mm512_setzero_ps();
+            each_vector(width, [&](long j, __mmask16 mask) {
+                top = _mm512_max_ps(top, _mm512_mask_mov_ps(low, mask, load(row + j, mask)));
+            });
+            const float highest = _mm512_reduce_max_ps(top);
+            each_vector(width, [&](long j, __mmask16 mask) {
+                Floats e = exp2(times(_mm512_sub_ps(load(row + j, mask), all(highest)), all(LOG2_E)));
+                _mm512_mask_storeu_ps(exponentials + j, mask, e);
+                total = _mm512_mask_add_ps(total, mask, total, e);
+            });
+            maximum[i] = highest;
+            sum[i] = _mm512_reduce_add_ps(total);
+            const Floats factor = all(1 / sum[i]);
+            each_vector(width, [&](long j, __mmask16 mask) {
+                store(row + j, times(_mm512_maskz_loadu_ps(mask, exponentials + j), factor), mask);
+            });
+        }
+    });
+}
+}

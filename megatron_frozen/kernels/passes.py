@@ -1,0 +1,97 @@
+"""Passes over bf16 activations as functions of tensors, each rounded to bf16 where torch's own passes round.
+
+Shape suffixes: [...] one or two leading dims in any memory order, [h] and [f] widths, [n] heads, [d] head dim.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from megatron_frozen.kernels.cpu import LONG, POINTER, absent, run
+
+_MIN_ELEMENTS = 4096  # below, torch's few passes cost no more than the call
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = (("at", POINTER), ("outer_stride", LONG), ("inner_stride", LONG))
+
+
+def takes(*tensors: torch.Tensor) -> bool:
+    """Return whether these kernels read such tensors here: bf16 on a CPU that has them, rows dense, not in a graph."""
+    return (
+        tensors[0].device.type == "cpu"
+        and all(_is_read(tensor) for tensor in tensors)
+        and tensors[0].numel() >= _MIN_ELEMENTS
+        and not torch.compiler.is_compiling()
+        and absent() is None
+    )
+
+
+def _is_read(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.dtype == torch.bfloat16 and tensor.stride(-1) == 1
+    )
+
+
+def rms_norm(input_: torch.Tensor, weight: torch.Tensor, *, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weight * round(input / sqrt(mean(input^2) + eps)) [..., h] and the fp32 inverse roots [..., 1]."""
+    output = torch.empty_like(input_)
+    inverse_rms = input_.new_empty((*input_.shape[:-1], 1), dtype=torch.float32)
+    run("mf_rms_norm", _shape(input_), _rows(input_, output), POINTER(weight.data_ptr()),
+        POINTER(inverse_rms.data_ptr()), ctypes.c_float(eps))  # fmt: skip
+    return output, inverse_rms
+
+
+def rms_norm_backward(
+    grad_output: torch.Tensor, input_: torch.Tensor, weight: torch.Tensor, inverse_rms: torch.Tensor
+) -> torch.Tensor:
+    """Return the input's gradient [..., h]."""
+    grad_input = torch.empty_like(input_)
+    run("mf_rms_norm_backward", _shape(input_), _rows(input_, grad_output, grad_input), POINTER(weight.data_ptr()),
+        POINTER(inverse_rms.data_ptr()))  # fmt: skip
+    return grad_input
+
+
+def gate(joint: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up [..., f] of gate and up beside each other, [..., 2 f]."""
+    output = torch.empty_like(joint[..., : joint.shape[-1] // 2])
+    run("mf_gate", _shape(output), _rows(joint, output))
+    return output
+
+
+def gate_backward(grad_output: torch.Tensor, joint: torch.Tensor) -> torch.Tensor:
+    """Return the gradient [..., 2 f] of ``joint``."""
+    grad_joint = torch.empty_like(joint)
+    run("mf_gate_backward", _shape(grad_output), _rows(joint, grad_output, grad_joint))
+    return grad_joint
+
+
+def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, sign: float, out: torch.Tensor) -> None:
+    """Write heads [s, b, n, d] rotated by the angles of cos [s, b or 1, 1, d] and ``sign`` times sin [s, b or 1, 1,
+    d / 2] into ``out`` of their shape."""
+    tables = [table.expand(*heads.shape[:2], 1, table.shape[-1])[:, :, 0] for table in (cos, sin)]
+    strides = (LONG * 2)(heads.stride(2), out.stride(2))
+    run("mf_rotate", _shape(heads[:, :, 0]), _rows(heads[:, :, 0], out[:, :, 0], *tables), LONG(heads.shape[2]),
+        strides, ctypes.c_float(sign))  # fmt: skip
+
+
+def softmax_(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn logits [rows, V] into their softmax in place and return, in fp32 [rows], their maximum and the sum of their
+    exponentials below it."""
+    top, total = logits.new_empty(2, logits.shape[0], dtype=torch.float32)
+    run("mf_softmax", *map(LONG, logits.shape), POINTER(logits.data_ptr()), LONG(logits.stride(0)),
+        POINTER(top.data_ptr()), POINTER(total.data_ptr()))  # fmt: skip
+    return top, total
+
+
+def _shape(tensor: torch.Tensor) -> Any:
+    outer, inner = (1, *tensor.shape[:-1])[-2:]
+    return (LONG * 3)(outer, inner, tensor.shape[-1])
+
+
+def _rows(*tensors: torch.Tensor) -> Any:
+    strides = ((0, *tensor.stride()[:-1])[-2:] for tensor in tensors)
+    return (_Rows * len(tensors))(*(_Rows(t.data_ptr(), *s) for t, s in zip(tensors, strides, strict=True)))

@@ -1,0 +1,186 @@
+"""The compiled passes over activations: no further from fp64 than torch's own, in odd widths and orders of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_frozen import kernels
+from megatron_frozen.autograd.head_loss import FrozenHeadCrossEntropy, HeadPlan
+from megatron_frozen.autograd.rms_norm import RMSNormFunction
+from megatron_frozen.kernels import passes
+from megatron_frozen.models.joint_heads import rotate_joint
+from megatron_frozen.models.mlp import _GateJoint
+from megatron_frozen.models.rope import RotaryTables, rotate
+from megatron_frozen.testing import relative_error
+
+needs_kernels = pytest.mark.skipif(kernels.absent() is not None, reason=f"the kernels: {kernels.absent()}")
+Shapes = tuple[tuple[int, ...], ...]
+LEADING = {
+    "rows": lambda x: x.flatten(0, 1),
+    "sequence first": lambda x: x,
+    "batch first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "a slice": lambda x: torch.cat([x, x], dim=-1)[..., : x.shape[-1]],
+}
+
+
+@pytest.fixture(params=[1, 2])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def three_ways(
+    function: Callable[..., Tensor], given: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield (the kernels', torch's, in fp64) of the result and of each gradient."""
+    assert passes.takes(*given[:1]), "the case does not reach the kernels"
+    found = []
+    for dtype, absent in ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float64, True)):
+        with monkeypatch.context() as patch:
+            if absent:
+                patch.setattr(passes, "takes", lambda *_: False)
+            leaves = [tensor.detach().to(dtype).requires_grad_(index < 1) for index, tensor in enumerate(given)]
+            result = function(*leaves)
+            result.backward(torch.cos(7 * result.detach().double()).to(dtype))
+            found.append([result.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)])
+    assert len(found[0]) == 2
+    yield from zip(*found, strict=True)
+
+
+def assert_as_near(ours: Tensor, theirs: Tensor, exact: Tensor) -> None:
+    assert ours.shape == theirs.shape
+    assert ours.dtype == torch.bfloat16
+    assert relative_error(ours, exact) < 1.05 * relative_error(theirs, exact) + 1e-4
+
+
+@needs_kernels
+@pytest.mark.parametrize("order", LEADING)
+@pytest.mark.parametrize("width", [64, 77, 576])
+@pytest.mark.usefixtures("num_threads")
+def test_rms_norm(order: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    input_ = LEADING[order](torch.randn(37, 3, width).mul_(3).bfloat16())
+    weight = (1 + torch.randn(width) / 4).bfloat16()
+    for triple in three_ways(lambda x, w: RMSNormFunction.apply(x, w, 1e-5), [input_, weight], monkeypatch):
+        assert_as_near(*triple)
+
+
+@needs_kernels
+def test_a_trained_norm_weight_gets_its_gradient() -> None:
+    torch.manual_seed(0)
+    input_, grad = torch.randn(2, 64, 96).bfloat16(), torch.randn(2, 64, 96).bfloat16()
+    found = []
+    for dtype in (torch.bfloat16, torch.float64):
+        weight = torch.full((96,), 0.75, dtype=dtype, requires_grad=True)
+        x = input_.clone().to(dtype).detach().requires_grad_()
+        RMSNormFunction.apply(x, weight, 1e-5).backward(grad.to(dtype))
+        found.append((x.grad, weight.grad))
+    for ours, exact in zip(*found, strict=True):
+        assert ours is not None
+        assert exact is not None
+        assert relative_error(ours, exact) < 4e-3
+
+
+@needs_kernels
+@pytest.mark.parametrize("order", LEADING)
+@pytest.mark.parametrize("half", [48, 53])
+@pytest.mark.usefixtures("num_threads")
+def test_gate(order: str, half: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    joint = LEADING[order](torch.randn(35, 3, 2 * half).mul_(4).bfloat16())
+    for triple in three_ways(_GateJoint.apply, [joint], monkeypatch):
+        assert_as_near(*triple)
+
+
+@needs_kernels
+def test_gate_at_the_ends_of_the_range() -> None:
+    ends = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 88.0, -88.0, 200.0, -200.0, 3e38, -3e38, torch.inf, torch.nan])
+    gate = ends.bfloat16().repeat(512)
+    joint = torch.cat([gate, torch.full_like(gate, 0.5)]).view(1, -1)
+    expected = F.silu(gate) * 0.5
+    assert torch.equal(passes.gate(joint)[0].isnan(), expected.isnan())
+    torch.testing.assert_close(passes.gate(joint)[0], expected, equal_nan=True)
+
+
+@needs_kernels
+@pytest.mark.parametrize("head_dim", [8, 22, 64])
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.usefixtures("num_threads")
+def test_rotation(head_dim: int, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    angles = torch.randn(150, num_rows, 1, head_dim // 2)
+    cos, sin = torch.cat([angles.cos()] * 2, dim=-1), angles.sin()
+    heads = torch.randn(3, 150, 4, head_dim).bfloat16().transpose(0, 1)
+
+    def turned(x: Tensor) -> Tensor:
+        return rotate(x, RotaryTables(cos=cos.bfloat16().to(x.dtype), sin=sin.bfloat16().to(x.dtype)))
+
+    for triple in three_ways(turned, [heads], monkeypatch):
+        assert_as_near(*triple)
+
+    def jointly(joint: Tensor) -> Tensor:
+        tables = RotaryTables(cos=cos.bfloat16().to(joint.dtype), sin=sin.bfloat16().to(joint.dtype))
+        query, key, value = rotate_joint(joint, tables, head_dim=head_dim, num_kv_heads=1)
+        return torch.cat([query, key, value], dim=2)
+
+    for triple in three_ways(jointly, [heads.flatten(2)], monkeypatch):
+        assert_as_near(*triple)
+
+
+@needs_kernels
+@pytest.mark.parametrize("width", [33, 500, 4099])
+@pytest.mark.usefixtures("num_threads")
+def test_softmax_in_place(width: int) -> None:
+    torch.manual_seed(0)
+    whole = (8 * torch.randn(131, width + 3)).bfloat16()
+    logits, before = whole[:, :width], whole.clone()
+    exact = logits.double()
+    top, total = passes.softmax_(logits)
+    assert torch.equal(top.double(), exact.amax(-1))
+    torch.testing.assert_close(total.double(), (exact - top[:, None]).exp().sum(-1), rtol=1e-6, atol=0)
+    rounded = exact.softmax(-1).bfloat16()
+    assert relative_error(logits, exact.softmax(-1)) < 1.01 * relative_error(rounded, exact.softmax(-1))
+    assert torch.equal(whole[:, width:], before[:, width:]), "it wrote beside the rows"
+
+
+@needs_kernels
+def test_softmax_of_rows_with_what_is_not_finite() -> None:
+    logits = torch.zeros(4, 4096, dtype=torch.bfloat16)
+    logits[0, 7], logits[1, 7], logits[2, :7] = torch.nan, torch.inf, -torch.inf
+    expected = logits.float().softmax(-1).bfloat16()
+    passes.softmax_(logits)
+    torch.testing.assert_close(logits, expected, equal_nan=True)
+
+
+@needs_kernels
+def test_the_loss_over_a_frozen_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(300, 32).bfloat16(), torch.randn(1000, 32).bfloat16()
+    target = torch.randint(1000, (300,))
+    target[::7] = -100
+    plan = HeadPlan(group=None, num_real_columns=997, with_dgrad=True, dgrad_in_fp32=False, logits_dtype=None)
+    target.clamp_(max=996)
+
+    def losses(x: Tensor) -> Tensor:
+        return FrozenHeadCrossEntropy.apply(x, weight.to(x.dtype), target, plan)
+
+    monkeypatch.setattr(torch, "cos", lambda x: torch.ones_like(x))  # one upstream gradient for all three
+    for index, (ours, theirs, exact) in enumerate(three_ways(losses, [hidden], monkeypatch)):
+        assert relative_error(ours, exact) < 1.05 * relative_error(theirs, exact) + 1e-4, index
+
+
+def test_what_is_left_to_torch() -> None:
+    large = torch.zeros(64, 64, dtype=torch.bfloat16)
+    assert passes.takes(large) == (kernels.absent() is None)
+    assert not passes.takes(large.float())
+    assert not passes.takes(large.t())
+    assert not passes.takes(large[:8])
+    assert not passes.takes(large, large.float())
+    assert not passes.takes(torch.empty(64, 64, dtype=torch.bfloat16, device="meta"))
