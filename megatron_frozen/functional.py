@@ -101,7 +101,7 @@ def _plan(
         )
     dgrad_in_fp32 = dgrad_in_fp32 or environment.switch(environment.LINEAR_DGRAD_FP32)
     group = chosen_group(tp_group)
-    if group_size(group) == 1:
+    if group is None or group_size(group) == 1:
         return plan_alone(dgrad_in_fp32=dgrad_in_fp32)
     return ProductPlan(
         group=group,

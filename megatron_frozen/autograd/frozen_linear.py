@@ -55,7 +55,7 @@ class LinearWithFrozenWeight(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return dX and db; see the class."""
         (weight,) = ctx.saved_tensors
-        needs_input, _, needs_bias, *_ = ctx.needs_input_grad
+        needs_input, _, needs_bias = ctx.needs_input_grad[:3]
         if needs_input and not needs_bias:
             dX = dgrad_in_order(grad_output, weight, plan=ctx.plan)
             if dX is not None:

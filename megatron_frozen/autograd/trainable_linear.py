@@ -70,8 +70,8 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return dX, dW and db; see the class."""
         input, weight = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        computes_weight = needs_weight and not _put_off(ctx, grad_output)
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        computes_weight = needs_weight and (ctx.grad_output_buffer is None or not _put_off(ctx, grad_output))
         if needs_input and not needs_bias:
             dX = dgrad_in_order(grad_output, weight, plan=ctx.plan)
             if dX is not None:
@@ -91,9 +91,9 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
 
 
 def _put_off(ctx: Any, grad_output: torch.Tensor) -> bool:
-    """Keep dY for a later weight gradient if the buffer still has room (a limit of 0 is no limit)."""
+    """Keep dY for a later weight gradient if the buffer, which there is, has room (a limit of 0 is no limit)."""
     buffer, limit = ctx.grad_output_buffer, ctx.wgrad_deferral_limit
-    if buffer is None or (limit and len(buffer) >= limit):
+    if limit and len(buffer) >= limit:
         return False
     buffer.append(grad_output)
     return True

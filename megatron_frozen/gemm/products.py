@@ -27,7 +27,7 @@ def _mm(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor | None = N
     if autocast_is_on(left):
         with _no_autocast(left):
             return torch.mm(left, right, out=out)
-    return torch.mm(left, right, out=out)
+    return torch.mm(left, right) if out is None else torch.mm(left, right, out=out)
 
 
 def _widened(
