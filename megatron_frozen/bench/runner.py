@@ -160,6 +160,8 @@ def stamp(device: str) -> Row:
         "torch": torch.__version__,
         "megatron_frozen": installed_version("megatron-frozen"),
         "transformer_engine": installed_version("transformer-engine"),
+        "transformers": installed_version("transformers"),
+        "peft": installed_version("peft"),
         "threads": torch.get_num_threads(),
     }
 

@@ -84,7 +84,7 @@ def test_threads_are_given_back() -> None:
 
 def test_the_stamp_names_machine_and_versions_but_no_place() -> None:
     mark = stamp("cpu")
-    versions = {"python", "torch", "megatron_frozen", "transformer_engine"}
+    versions = {"python", "torch", "megatron_frozen", "transformer_engine", "transformers", "peft"}
     assert set(mark) == {"date", "cpu", "cores", "device", "threads"} | versions
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", str(mark["date"]))
     assert mark["torch"] == torch.__version__
