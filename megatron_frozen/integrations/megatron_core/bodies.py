@@ -15,7 +15,8 @@ import torch
 from megatron_frozen import environment, gemm
 from megatron_frozen.autograd import LinearWithFrozenWeight, LinearWithGradAccumulationAndAsyncCommunication
 from megatron_frozen.autograd.grad_dtype import kept_grad_dtype
-from megatron_frozen.comm.groups import Group, group_size
+from megatron_frozen.autograd.linear_products import ProductPlan
+from megatron_frozen.comm.groups import group_size
 from megatron_frozen.layout import fold_leading
 from megatron_frozen.main_grad import check_product, deliver_weight_gradient, graph_target
 
@@ -45,10 +46,8 @@ def frozen_pair(forward: Body, backward: Body) -> Pair:
         given = dict(zip(names, values, strict=True))
         ctx.is_ours = True
         input_, weight, bias, late_bias = _operands(given["input"], given["weight"], given["bias"])
-        group, allreduce, gathers = _collectives(given["tp_group"], allreduce=given["allreduce_dgrad"], scatter=False)
-        output = _FROZEN_FORWARD(
-            ctx, input_, weight, bias, allreduce, group, gathers, *_in_fp32(), _wider(given, input_)
-        )
+        plan = _plan(given, sequence_parallel=False)
+        output = _FROZEN_FORWARD(ctx, input_, weight, bias, plan.allreduce, plan.group, plan, _wider(given, input_))
         return output if late_bias is None else output + late_bias
 
     def patched_backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -98,14 +97,12 @@ def trainable_pair(forward: Body, backward: Body) -> Pair:
         weight, is_fused = given["weight"], given["gradient_accumulation_fusion"]
         check_product(weight, is_put_off=given["grad_output_buffer"] is not None)
         input_, cast_weight, bias, late_bias = _operands(given["input"], weight, given["bias"])
-        group, allreduce, scatter = _collectives(
-            given["tp_group"], allreduce=given["allreduce_dgrad"], scatter=given["sequence_parallel"]
-        )
+        plan = _plan(given, sequence_parallel=given["sequence_parallel"])
         is_traced = torch.compiler.is_compiling() and is_fused and weight.requires_grad
         output = _TRAINABLE_FORWARD(
-            ctx, input_, cast_weight, bias, is_fused, allreduce, scatter, given["grad_output_buffer"],
-            given["wgrad_deferral_limit"], group, *_in_fp32(), graph_target(weight) if is_traced else None,
-            _wider(given, input_),
+            ctx, input_, cast_weight, bias, is_fused, plan.allreduce, plan.sequence_parallel,
+            given["grad_output_buffer"], given["wgrad_deferral_limit"], plan.group, plan,
+            graph_target(weight) if is_traced else None, _wider(given, input_),
         )  # fmt: skip
         # Of the parameter itself where autocast made a copy of it.
         ctx.weight, ctx.weight_grad_dtype = weight if is_fused else None, kept_grad_dtype(weight)
@@ -151,14 +148,17 @@ def _operands(
     return input_, weight, None, bias
 
 
-def _collectives(group: Group, *, allreduce: bool, scatter: bool) -> tuple[Group, bool, bool]:
-    """Return the group, and whether an all-reduce and a reduce-scatter are due; neither on one rank."""
+def _plan(given: dict[str, Any], *, sequence_parallel: bool) -> ProductPlan:
+    """Return how ranks share the product: no all-reduce and no reduce-scatter on one of them."""
+    group = given["tp_group"]
     is_alone = group is None or group_size(group) == 1
-    return (None, False, False) if is_alone else (group, allreduce, scatter)
-
-
-def _in_fp32() -> tuple[bool, bool]:
-    return environment.switch(environment.LINEAR_DGRAD_FP32), environment.switch(environment.DGRAD_ALLREDUCE_FP32)
+    return ProductPlan(
+        group=None if is_alone else group,
+        allreduce=given["allreduce_dgrad"] and not is_alone,
+        sequence_parallel=sequence_parallel and not is_alone,
+        dgrad_in_fp32=environment.switch(environment.LINEAR_DGRAD_FP32),
+        allreduce_in_fp32=environment.switch(environment.DGRAD_ALLREDUCE_FP32),
+    )
 
 
 def _wider(given: dict[str, Any], input_: torch.Tensor) -> torch.dtype | None:
