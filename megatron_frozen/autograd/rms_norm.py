@@ -31,7 +31,7 @@ class RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.weight_grad_dtype = kept_grad_dtype(weight)
-        if input_.dim() <= 3 and passes.takes(input_, weight):
+        if passes.takes(input_, weight):
             output, inverse_rms = passes.rms_norm(input_, weight, eps=eps)
         else:
             wide = input_.to(_wide(input_.dtype))
@@ -46,7 +46,7 @@ class RMSNormFunction(torch.autograd.Function):
         input_, weight, inverse_rms = ctx.saved_tensors
         (grad_output,), grad_input, grad_weight = grads, None, None
         if ctx.needs_input_grad[0]:
-            takes = input_.dim() <= 3 and passes.takes(input_, weight, grad_output)
+            takes = passes.takes(input_, weight, grad_output)
             input_grad = passes.rms_norm_backward if takes else _input_grad
             grad_input = input_grad(grad_output, input_, weight, inverse_rms)
         if ctx.needs_input_grad[1]:

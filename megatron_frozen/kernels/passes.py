@@ -1,6 +1,7 @@
 """Passes over bf16 activations as functions of tensors, each rounded to bf16 where torch's own passes round.
 
-Shape suffixes: [...] one or two leading dims in any memory order, [h] and [f] widths, [n] heads, [d] head dim.
+Shape suffixes: [...] at most two leading dims in any memory order, [s] sequence, [b] batch, [n] heads, [h], [2 f], [V]
+and [d] the width of a row: hidden size, gate beside up, vocabulary and head dim.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ class _Rows(ctypes.Structure):
     _fields_ = (("at", POINTER), ("outer_stride", LONG), ("inner_stride", LONG))
 
 
-def takes(*tensors: torch.Tensor) -> bool:
-    """Return whether these kernels read such tensors here: bf16 on a CPU that has them, rows dense, not in a graph."""
+def takes(*tensors: torch.Tensor, max_leading: int = 2) -> bool:
+    """Return whether these kernels read such tensors here: bf16 on a CPU that has them, rows dense, not in a graph, and
+    the first, whose size it is that counts, of at most ``max_leading`` dims before its rows."""
     return (
         tensors[0].device.type == "cpu"
+        and tensors[0].dim() <= max_leading + 1
         and all(_is_read(tensor) for tensor in tensors)
         and tensors[0].numel() >= _MIN_ELEMENTS
         and not torch.compiler.is_compiling()
@@ -88,10 +91,10 @@ def softmax_(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _shape(tensor: torch.Tensor) -> Any:
-    outer, inner = (1, *tensor.shape[:-1])[-2:]
+    outer, inner = (1, 1, *tensor.shape[:-1])[-2:]
     return (LONG * 3)(outer, inner, tensor.shape[-1])
 
 
 def _rows(*tensors: torch.Tensor) -> Any:
-    strides = ((0, *tensor.stride()[:-1])[-2:] for tensor in tensors)
+    strides = ((0, 0, *tensor.stride()[:-1])[-2:] for tensor in tensors)
     return (_Rows * len(tensors))(*(_Rows(t.data_ptr(), *s) for t, s in zip(tensors, strides, strict=True)))

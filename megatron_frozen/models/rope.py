@@ -138,7 +138,8 @@ class _Rotate(torch.autograd.Function):
     Dbias: none.
     Collectives: none.
     Saved: cos and sin, which all layers share; not the heads.
-    Why: the plain expression takes five operations and two copies a call, and keeps the heads; this takes three.
+    Why: the plain expression takes five operations and two copies a call, and keeps the heads; this takes three, or
+        one of ``kernels.passes``.
     """
 
     @staticmethod
@@ -155,7 +156,7 @@ class _Rotate(torch.autograd.Function):
 def rotated(heads: Tensor, cos: Tensor, sin: Tensor, *, sign: float = 1, out: Tensor | None = None) -> Tensor:
     """Return what `rotate` does, or its reverse for a ``sign`` of -1, outside autograd and, if given, in ``out``."""
     half = heads.shape[-1] // 2
-    if passes.takes(heads, cos, sin, *() if out is None else (out,)):
+    if passes.takes(heads, cos, sin, *() if out is None else (out,), max_leading=3):
         into = torch.empty_like(heads) if out is None else out
         passes.rotate(heads, cos, sin, sign=sign, out=into)
         return into

@@ -39,16 +39,17 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
 def three_ways(
     function: Callable[..., Tensor], given: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield (the kernels', torch's, in fp64) of the result and of each gradient."""
-    assert passes.takes(*given[:1]), "the case does not reach the kernels"
+    """Yield (the kernels', torch's, in fp64) of the result and of the first operand's gradient, from one upstream."""
+    assert passes.takes(*given[:1], max_leading=3), "the case does not reach the kernels"
     found = []
     for dtype, absent in ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float64, True)):
         with monkeypatch.context() as patch:
             if absent:
-                patch.setattr(passes, "takes", lambda *_: False)
+                patch.setattr(passes, "takes", lambda *_, **__: False)
             leaves = [tensor.detach().to(dtype).requires_grad_(index < 1) for index, tensor in enumerate(given)]
             result = function(*leaves)
-            result.backward(torch.cos(7 * result.detach().double()).to(dtype))
+            upstream = torch.randn(result.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+            result.backward(torch.empty_like(result).copy_(upstream))  # in the result's order of memory
             found.append([result.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)])
     assert len(found[0]) == 2
     yield from zip(*found, strict=True)
@@ -70,6 +71,20 @@ def test_rms_norm(order: str, width: int, monkeypatch: pytest.MonkeyPatch) -> No
     weight = (1 + torch.randn(width) / 4).bfloat16()
     for triple in three_ways(lambda x, w: RMSNormFunction.apply(x, w, 1e-5), [input_, weight], monkeypatch):
         assert_as_near(*triple)
+
+
+@needs_kernels
+def test_a_row_alone_and_rows_of_many_dims(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels take at most two leading dims; a fourth dim was passed over in the gate, and a vector refused."""
+    torch.manual_seed(0)
+    norm = torch.randn(8192).bfloat16(), (1 + torch.randn(8192) / 4).bfloat16()
+    for triple in three_ways(lambda x, w: RMSNormFunction.apply(x, w, 1e-5), list(norm), monkeypatch):
+        assert_as_near(*triple)
+    for triple in three_ways(_GateJoint.apply, [torch.randn(8192).bfloat16()], monkeypatch):
+        assert_as_near(*triple)
+    joint = torch.randn(3, 4, 5, 256).bfloat16()
+    gate, up = joint.chunk(2, dim=-1)
+    assert torch.equal(_GateJoint.apply(joint), F.silu(gate) * up)
 
 
 @needs_kernels
@@ -171,7 +186,6 @@ def test_the_loss_over_a_frozen_head(monkeypatch: pytest.MonkeyPatch) -> None:
     def losses(x: Tensor) -> Tensor:
         return FrozenHeadCrossEntropy.apply(x, weight.to(x.dtype), target, plan)
 
-    monkeypatch.setattr(torch, "cos", lambda x: torch.ones_like(x))  # one upstream gradient for all three
     for index, (ours, theirs, exact) in enumerate(three_ways(losses, [hidden], monkeypatch)):
         assert relative_error(ours, exact) < 1.05 * relative_error(theirs, exact) + 1e-4, index
 
@@ -182,5 +196,6 @@ def test_what_is_left_to_torch() -> None:
     assert not passes.takes(large.float())
     assert not passes.takes(large.t())
     assert not passes.takes(large[:8])
+    assert not passes.takes(large.view(2, 2, 16, 64))
     assert not passes.takes(large, large.float())
     assert not passes.takes(torch.empty(64, 64, dtype=torch.bfloat16, device="meta"))
