@@ -21,7 +21,7 @@ USER frozen
 CMD ["megatron-frozen", "env"]
 
 FROM python:3.11.15-slim AS cpu
-# torch.compile builds its kernels with a C++ compiler.
+# This package and torch.compile build their kernels with a C++ compiler.
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 ARG EXTRA=train
 ARG PIP_EXTRA_INDEX_URL

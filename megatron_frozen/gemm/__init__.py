@@ -1,4 +1,4 @@
-"""The only place that multiplies matrices."""
+"""The only place that multiplies matrices; inside attention, and in C++ for ``brgemm``, ``kernels`` does it."""
 
 from megatron_frozen.gemm.joined import joined_dgrad as joined_dgrad
 from megatron_frozen.gemm.joined import joined_forward as joined_forward

@@ -1,4 +1,4 @@
-"""Kernels in C++ for the CPU, as functions of tensors: products into fp32, and causal attention."""
+"""Kernels in C++ for the CPU, as functions of tensors: products into fp32, causal attention, and ``passes``."""
 
 from megatron_frozen.kernels.cpu import absent as absent
 from megatron_frozen.kernels.cpu import attend as attend

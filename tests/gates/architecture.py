@@ -38,7 +38,7 @@ MAIN_GRAD_NAMES = {
 _PRODUCTS = {
     "Bilinear", "Linear", "addbmm", "addbmm_", "addmm", "addmm_", "addmv", "addmv_", "addr", "addr_", "baddbmm",
     "baddbmm_", "bilinear", "bmm", "chain_matmul", "dot", "einsum", "ger", "inner", "linear", "matmul", "mm",
-    "multi_dot", "mv", "outer", "scaled_mm", "_scaled_mm", "tensordot", "vdot",
+    "multi_dot", "multiply_into", "mv", "outer", "scaled_mm", "_scaled_mm", "tensordot", "vdot",
 }  # fmt: skip
 _COLLECTIVES = {
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce", "all_to_all",

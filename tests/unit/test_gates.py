@@ -85,6 +85,12 @@ PER_FILE: dict[str, tuple[Callable[[Module], list[str]], list[Module], str, str]
     "matmul operator": (architecture.product_faults, PACKAGE_MODULES, "y = x @ w", "multiplies matrices"),
     "matmul call": (architecture.product_faults, PACKAGE_MODULES, "y = torch.matmul(x, w)", "multiplies matrices"),
     "product in place": (architecture.product_faults, PACKAGE_MODULES, "y.addmm_(x, w)", "multiplies matrices"),
+    "product of kernels": (
+        architecture.product_faults,
+        PACKAGE_MODULES,
+        "kernels.multiply_into(out, A, B, accumulate=True)",
+        "multiplies matrices",
+    ),
     "imported product": (
         architecture.product_faults,
         PACKAGE_MODULES,
