@@ -17,11 +17,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_frozen.bench.runner import BenchConfig, Row, bar_picture, stamp, text_table, write_csv
 from megatron_frozen.bench.targets import at_most, number
 from megatron_frozen.bench.workers import Build, Run, Step, take_turns
+from megatron_frozen.functional import vocab_parallel_cross_entropy
 from megatron_frozen.gemm import peers
 from megatron_frozen.layers import ColumnParallelLinear, ModelParallelConfig, RowParallelLinear
 from megatron_frozen.lora import LoraConfig, apply_lora
@@ -142,8 +144,13 @@ def step_of(model_config: Mapping[str, Any], *, product: Product | None, full: b
 
 
 def _policy_loss(logits: Tensor, *, ids: Tensor, advantage: Tensor) -> Tensor:
-    """Return PPO's clipped loss of logits [b, s, V]; the old policy is the present one, so its ratio begins at 1."""
-    log_probs = logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    """Return PPO's clipped loss of logits [b, s, V]; the old policy is the present one, so its ratio begins at 1.
+
+    Log-probabilities as Megatron's users take them, from the cross-entropy over a vocabulary that ranks share: few
+    passes over logits that are most of the step's memory. The last token predicts nothing.
+    """
+    targets = F.pad(ids[:, 1:], (0, 1), value=-100)
+    log_probs = -vocab_parallel_cross_entropy(logits, targets)[:, :-1]
     ratio = (log_probs - log_probs.detach()).exp()
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage).mean()
 
