@@ -28,7 +28,6 @@ _NEEDED = (
 )
 _PARALLEL = "GOMP_parallel"
 LONG, POINTER = ctypes.c_long, ctypes.c_void_p
-ATTENTION_BLOCK = 128  # BLOCK of attention.cpp
 
 
 class _Matrix(ctypes.Structure):
@@ -110,17 +109,12 @@ def attend_backward(
     logsumexp: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value, of which [b, s, n or k, d] is dense, from the context's."""
-    (b, n, s, d), k = query.shape, key.shape[1]
     grads = _empty_heads(query), _empty_heads(key), _empty_heads(value)
     if query.numel() == 0:
         return grads
     given = [_dense_rows(part) for part in (query, key, value, context, grad)]
-    logsumexp, partial = logsumexp.contiguous(), None
-    if n > k and b * k < 2 * torch.get_num_threads():  # as Sizes::heads_per_unit
-        padded = -(-s // ATTENTION_BLOCK) * ATTENTION_BLOCK
-        partial = logsumexp.new_empty(b, n, 2, padded, d)
-    run("mf_attention_backward", _sizes(query, key), _heads(*given, *grads), POINTER(logsumexp.data_ptr()),
-         POINTER(0 if partial is None else partial.data_ptr()))  # fmt: skip
+    logsumexp = logsumexp.contiguous()
+    run("mf_attention_backward", _sizes(query, key), _heads(*given, *grads), POINTER(logsumexp.data_ptr()))
     return grads
 
 

@@ -17,7 +17,7 @@
 namespace {
 
 constexpr long BLOCK = 128;
-constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
+constexpr float LN_2 = 0.693147181f;
 
 struct Heads {  // [batch, heads, s, d] with d dense
     bf16* at;
@@ -47,6 +47,11 @@ struct Unit {
     }
 };
 
+// C[M, N] (+)= A[M, K] B[K, N], all dense, B as a right operand.
+inline void multiply(const Torch& torch, long M, long N, long K, bool adds, const bf16* A, const bf16* B, float* C) {
+    torch.block(M, N, K, K, N, N, adds, A, B, C, true);
+}
+
 // Dense rows [rows, d] of which those from `count` on are zero.
 void copy_rows(const bf16* from, long stride, bf16* into, long count, long rows, long dim) {
     if (count > rows) count = rows;
@@ -61,15 +66,7 @@ void pack_across(const Torch& torch, const bf16* rows, bf16* into, long dim) {
 }
 
 // Rows [L, d] as a right operand over the rows: [L / 2, d, 2].
-void pack_down(const bf16* rows, bf16* into, long dim) {
-    for (long i = 0; i < BLOCK; i += 2)
-        for (long j = 0; j < dim; j += LANES) {
-            __mmask16 mask = first(dim - j);
-            __m256i even = _mm256_maskz_loadu_epi16(mask, rows + i * dim + j);
-            __m256i odd = _mm256_maskz_loadu_epi16(mask, rows + (i + 1) * dim + j);
-            store_pairs(into + i * dim + 2 * j, even, odd, mask);
-        }
-}
+void pack_down(const bf16* rows, bf16* into, long dim) { interleave(rows, dim, into, BLOCK, dim); }
 
 // Each block of rows [s, d] transposed, [blocks, d, L].
 void transpose_blocks(const Torch& torch, const bf16* rows, bf16* into, const Sizes& sizes) {
@@ -86,7 +83,8 @@ void write_columns(const Torch& torch, const float* columns, const float* factor
         Floats factor = _mm512_set1_ps(factors[i]);
         for (long j = 0; j < dim; j += LANES) {
             __mmask16 mask = first(dim - j);
-            store(into + i * stride + j, _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, turned + i * dim + j), factor), mask);
+            Floats x = _mm512_maskz_loadu_ps(mask, turned + i * dim + j);
+            store(into + i * stride + j, _mm512_mul_ps(x, factor), mask);
         }
     }
 }
@@ -98,6 +96,27 @@ void write_rows(const float* rows, float factor, bf16* into, long stride, long c
             Floats x = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, rows + i * dim + j), _mm512_set1_ps(factor));
             store(into + i * stride + j, x, mask);
         }
+}
+
+// Columns [d, L], each times its query's factor, in place.
+void scale_columns(float* columns, const float* factors, long dim) {
+    for (long j = 0; j < BLOCK; j += LANES) {
+        Floats factor = _mm512_loadu_ps(factors + j);
+        for (long i = 0; i < dim; i++) {
+            float* at = columns + i * BLOCK + j;
+            _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), factor));
+        }
+    }
+}
+
+// The sum over d of the products of two rows.
+float dot(const bf16* a, const bf16* b, long dim) {
+    Floats sum = _mm512_setzero_ps();
+    for (long j = 0; j < dim; j += LANES) {
+        __mmask16 mask = first(dim - j);
+        sum = _mm512_fmadd_ps(load(a + j, mask), load(b + j, mask), sum);
+    }
+    return _mm512_reduce_add_ps(sum);
 }
 
 // The queries from column j on that see key i of a block on the diagonal.
@@ -173,7 +192,7 @@ extern "C" void mf_attention_forward(const Torch* torch_, unsigned num_threads, 
     const float scale = LOG2_E / std::sqrt(static_cast<float>(dim));
     on_threads(torch, num_threads, sizes.batch * sizes.num_heads / per_unit, [&](Pieces& pieces) {
         Room<bf16> keys(sizes.padded() * dim), values(sizes.padded() * dim), values_T(sizes.padded() * dim);
-        Room<bf16> rows(tile), query_right(tile), probs(BLOCK * BLOCK);
+        Room<bf16> rows(tile), query_across(tile), probs(BLOCK * BLOCK);
         Room<float> scores(BLOCK * BLOCK), columns(tile), turned(tile), per_query(3 * BLOCK);
         float *maximum = per_query, *sum = per_query + BLOCK, *decay = per_query + 2 * BLOCK;
         for (long piece; pieces.take(piece);) {
@@ -186,24 +205,16 @@ extern "C" void mf_attention_forward(const Torch* torch_, unsigned num_threads, 
                     long start = q * BLOCK, count = sizes.length - start;
                     copy_rows(query.head(unit.b, h) + start * query.row_stride, query.row_stride, rows, count, BLOCK,
                               dim);
-                    pack_across(torch, rows, query_right, dim);
+                    pack_across(torch, rows, query_across, dim);
                     for (long i = 0; i < BLOCK; i++) {
                         maximum[i] = -std::numeric_limits<float>::infinity();
                         sum[i] = 0;
                     }
                     for (long k = 0; k <= q; k++) {
-                        torch.block(BLOCK, BLOCK, dim, dim, BLOCK, BLOCK, false, keys + k * tile, query_right, scores,
-                                    true);
+                        multiply(torch, BLOCK, BLOCK, dim, false, keys + k * tile, query_across, scores);  // S^T
                         softmax_block(scores, scale, k == q, maximum, sum, decay, probs);
-                        for (long j = 0; k > 0 && j < BLOCK; j += LANES) {
-                            Floats shrink = _mm512_loadu_ps(decay + j);
-                            for (long i = 0; i < dim; i++) {
-                                float* at = columns + i * BLOCK + j;
-                                _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), shrink));
-                            }
-                        }
-                        torch.block(dim, BLOCK, BLOCK, BLOCK, BLOCK, BLOCK, k > 0, values_T + k * tile, probs, columns,
-                                    true);
+                        if (k > 0) scale_columns(columns, decay, dim);
+                        multiply(torch, dim, BLOCK, BLOCK, k > 0, values_T + k * tile, probs, columns);  // C^T
                     }
                     float* out = logsumexp + (unit.b * sizes.num_heads + h) * sizes.length + start;
                     for (long i = 0; i < BLOCK; i++) {
@@ -217,9 +228,9 @@ extern "C" void mf_attention_forward(const Torch* torch_, unsigned num_threads, 
     });
 }
 
-// Writes dQ, dK and dV. `partial`: [b, n, 2, padded s, d] in fp32 for units of one head that share a key head, else null.
+// Writes dQ, dK and dV.
 extern "C" void mf_attention_backward(const Torch* torch_, unsigned num_threads, const Sizes* sizes_,
-                                      const Heads* heads, const float* logsumexp_, float* partial) {
+                                      const Heads* heads, const float* logsumexp_) {
     const Torch& torch = *torch_;
     const Sizes& sizes = *sizes_;
     const Heads &query = heads[0], &key = heads[1], &value = heads[2], &context = heads[3], &grad = heads[4];
@@ -227,21 +238,25 @@ extern "C" void mf_attention_backward(const Torch* torch_, unsigned num_threads,
     const long dim = sizes.dim, tile = BLOCK * dim, per_unit = sizes.heads_per_unit(num_threads);
     const long padded = sizes.padded(), whole = padded * dim;
     const float root = 1 / std::sqrt(static_cast<float>(dim)), scale = LOG2_E * root;
+    auto write_grads = [&](const float* sums, long b, long group) {  // dK and dV of one key head, [2, padded s, d]
+        write_rows(sums, root, grad_key.head(b, group), grad_key.row_stride, sizes.length, dim);
+        write_rows(sums + whole, 1, grad_value.head(b, group), grad_value.row_stride, sizes.length, dim);
+    };
+    // Where units are heads that share a key head, each has sums of its own, [b, n, 2, padded s, d], added at the end.
+    const bool shares = per_unit < sizes.heads_per_group();
+    const Room<float> partial(shares ? 2 * sizes.batch * sizes.num_heads * whole : 0);
     on_threads(torch, num_threads, sizes.batch * sizes.num_heads / per_unit, [&](Pieces& pieces) {
         Room<bf16> keys(whole), keys_T(whole), values(whole);
         Room<bf16> rows(tile), query_across(tile), query_down(tile), grad_across(tile), grad_down(tile);
         Room<bf16> probs(BLOCK * BLOCK), grad_scores(BLOCK * BLOCK), grad_scores_right(BLOCK * BLOCK);
-        Room<float> scores(BLOCK * BLOCK), grad_probs(BLOCK * BLOCK), columns(tile), turned(tile), own(2 * whole);
-        Room<float> per_query(3 * BLOCK);
+        Room<float> scores(BLOCK * BLOCK), grad_probs(BLOCK * BLOCK), columns(tile), turned(tile);
+        Room<float> own(shares ? 0 : 2 * whole), per_query(3 * BLOCK);
         float *logsumexp = per_query, *delta = per_query + BLOCK, *factors = per_query + 2 * BLOCK;
         for (long i = 0; i < BLOCK; i++) factors[i] = root;
         for (long piece; pieces.take(piece);) {
             Unit unit(piece, sizes, per_unit);
-            float *sum_K = own, *sum_V = own + whole;
-            if (partial) {
-                sum_K = partial + 2 * (unit.b * sizes.num_heads + unit.first_head) * whole;
-                sum_V = sum_K + whole;
-            }
+            float* sum_K = shares ? partial + 2 * (unit.b * sizes.num_heads + unit.first_head) * whole : own.at;
+            float* sum_V = sum_K + whole;
             copy_rows(key.head(unit.b, unit.group), key.row_stride, keys, sizes.length, padded, dim);
             copy_rows(value.head(unit.b, unit.group), value.row_stride, values, sizes.length, padded, dim);
             transpose_blocks(torch, keys, keys_T, sizes);
@@ -252,53 +267,40 @@ extern "C" void mf_attention_backward(const Torch* torch_, unsigned num_threads,
                               dim);
                     pack_across(torch, rows, query_across, dim);
                     pack_down(rows, query_down, dim);
-                    const bf16* context_rows = context.head(unit.b, h) + start * context.row_stride;
                     copy_rows(grad.head(unit.b, h) + start * grad.row_stride, grad.row_stride, rows, count, BLOCK, dim);
                     pack_across(torch, rows, grad_across, dim);
                     pack_down(rows, grad_down, dim);
+                    const bf16* context_rows = context.head(unit.b, h) + start * context.row_stride;
                     const float* given = logsumexp_ + (unit.b * sizes.num_heads + h) * sizes.length + start;
                     for (long i = 0; i < BLOCK; i++) {
-                        Floats sum = _mm512_setzero_ps();
-                        for (long j = 0; i < count && j < dim; j += LANES) {
-                            __mmask16 mask = first(dim - j);
-                            sum = _mm512_fmadd_ps(load(rows + i * dim + j, mask),
-                                                  load(context_rows + i * context.row_stride + j, mask), sum);
-                        }
-                        delta[i] = _mm512_reduce_add_ps(sum);
+                        delta[i] = i < count ? dot(rows + i * dim, context_rows + i * context.row_stride, dim) : 0;
                         logsumexp[i] = i < count ? LOG2_E * given[i] : 0;
                     }
                     for (long k = 0; k <= q; k++) {
                         bool adds = q > k || h > unit.first_head;  // a block of keys is first met on the diagonal
-                        torch.block(BLOCK, BLOCK, dim, dim, BLOCK, BLOCK, false, keys + k * tile, query_across, scores,
-                                    true);
-                        torch.block(BLOCK, BLOCK, dim, dim, BLOCK, BLOCK, false, values + k * tile, grad_across,
-                                    grad_probs, true);
+                        multiply(torch, BLOCK, BLOCK, dim, false, keys + k * tile, query_across, scores);  // S^T
+                        multiply(torch, BLOCK, BLOCK, dim, false, values + k * tile, grad_across, grad_probs);  // dP^T
                         softmax_backward_block(scores, grad_probs, scale, k == q, logsumexp, delta, probs, grad_scores,
                                                grad_scores_right);
-                        torch.block(BLOCK, dim, BLOCK, BLOCK, dim, dim, adds, probs, grad_down, sum_V + k * tile, true);
-                        torch.block(BLOCK, dim, BLOCK, BLOCK, dim, dim, adds, grad_scores, query_down, sum_K + k * tile,
-                                    true);
-                        torch.block(dim, BLOCK, BLOCK, BLOCK, BLOCK, BLOCK, k > 0, keys_T + k * tile, grad_scores_right,
-                                    columns, true);
+                        multiply(torch, BLOCK, dim, BLOCK, adds, probs, grad_down, sum_V + k * tile);
+                        multiply(torch, BLOCK, dim, BLOCK, adds, grad_scores, query_down, sum_K + k * tile);
+                        // dQ^T
+                        multiply(torch, dim, BLOCK, BLOCK, k > 0, keys_T + k * tile, grad_scores_right, columns);
                     }
                     write_columns(torch, columns, factors, turned,
                                   grad_query.head(unit.b, h) + start * grad_query.row_stride, grad_query.row_stride,
                                   count, dim);
                 }
-            if (partial) continue;
-            write_rows(sum_K, root, grad_key.head(unit.b, unit.group), grad_key.row_stride, sizes.length, dim);
-            write_rows(sum_V, 1, grad_value.head(unit.b, unit.group), grad_value.row_stride, sizes.length, dim);
+            if (!shares) write_grads(own, unit.b, unit.group);
         }
     });
-    if (!partial) return;
+    if (!shares) return;
     on_threads(torch, num_threads, sizes.batch * sizes.num_groups, [&](Pieces& pieces) {
         for (long piece; pieces.take(piece);) {
-            long b = piece / sizes.num_groups, group = piece % sizes.num_groups;
             float* sum = partial + 2 * piece * sizes.heads_per_group() * whole;
             for (long h = 1; h < sizes.heads_per_group(); h++)
                 for (long i = 0; i < 2 * whole; i++) sum[i] += sum[2 * h * whole + i];
-            write_rows(sum, root, grad_key.head(b, group), grad_key.row_stride, sizes.length, dim);
-            write_rows(sum + whole, 1, grad_value.head(b, group), grad_value.row_stride, sizes.length, dim);
+            write_grads(sum, piece / sizes.num_groups, piece % sizes.num_groups);
         }
     });
 }

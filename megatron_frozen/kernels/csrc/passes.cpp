@@ -8,7 +8,6 @@
 namespace {
 
 constexpr long ROWS = 32;  // of a piece of work
-constexpr float LOG2_E = 1.44269504f;
 
 struct Rows {  // [outer, inner, width], width dense
     bf16* at;
@@ -75,7 +74,9 @@ void mf_rms_norm_backward(const Torch* torch, unsigned num_threads, const Shape*
     each_row(*torch, num_threads, shape.num_rows(), [&](long i) {
         const bf16 *x = shape.row(rows[0], i), *dy = shape.row(rows[1], i);
         bf16* dx = shape.row(rows[2], i);
-        auto scaled = [&](long j, __mmask16 mask) { return in_bf16(times(load(dy + j, mask), load(weight + j, mask))); };
+        auto scaled = [&](long j, __mmask16 mask) {
+            return in_bf16(times(load(dy + j, mask), load(weight + j, mask)));
+        };
         Floats sum = _mm512_setzero_ps();
         each_vector(shape.width, [&](long j, __mmask16 mask) {
             sum = _mm512_fmadd_ps(scaled(j, mask), load(x + j, mask), sum);
@@ -115,8 +116,8 @@ void mf_gate_backward(const Torch* torch, unsigned num_threads, const Shape* sha
     });
 }
 
-// Rotates the pairs (i, i + half) of heads [outer, inner, heads, 2 half] by angles, of which cos and sin are rows [half]
-// or more; `sign` turns it back.
+// Rotates the pairs (i, i + half) of heads [outer, inner, heads, 2 half] by angles, of which cos and sin are rows
+// [half] or more; a `sign` of -1 turns them back.
 void mf_rotate(const Torch* torch, unsigned num_threads, const Shape* shape_, const Rows* rows, long num_heads,
                const long* head_strides, float sign) {
     const Shape& shape = *shape_;

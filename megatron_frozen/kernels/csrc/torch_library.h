@@ -1,4 +1,5 @@
 // What these kernels use of torch's own CPU library: Python finds the functions by symbol and passes them in one table.
+// And how they spread work over its threads.
 #pragma once
 #include <atomic>
 #include <cstdint>

@@ -5,6 +5,7 @@
 #include "torch_library.h"
 
 constexpr long LANES = 16;
+constexpr float LOG2_E = 1.44269504f;
 using Floats = __m512;
 
 inline __mmask16 first(long count) { return count >= LANES ? 0xffff : (1u << count) - 1; }
@@ -22,6 +23,18 @@ inline void store(bf16* at, Floats x, __mmask16 mask) { _mm256_mask_storeu_epi16
 inline void store_pairs(bf16* at, __m256i even, __m256i odd, __mmask16 mask = 0xffff) {
     __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16);
     _mm512_mask_storeu_epi32(at, mask, _mm512_or_si512(_mm512_cvtepu16_epi32(even), high));
+}
+
+// Rows [count, width] so interleaved, [count / 2, width, 2]; an odd last one with zero.
+inline void interleave(const bf16* rows, long stride, bf16* into, long count, long width) {
+    for (long i = 0; i < count; i += 2)
+        for (long j = 0; j < width; j += LANES) {
+            __mmask16 mask = first(width - j);
+            const bf16* at = rows + i * stride + j;
+            __m256i even = _mm256_maskz_loadu_epi16(mask, at);
+            __m256i odd = i + 1 < count ? _mm256_maskz_loadu_epi16(mask, at + stride) : _mm256_setzero_si256();
+            store_pairs(into + i * width + 2 * j, even, odd, mask);
+        }
 }
 
 // 2^x to 2 units in the last place: x = n + f with |f| <= 1/2, and the Taylor series of 2^f.
