@@ -17,7 +17,7 @@ _SOURCES = Path(__file__).parent / "csrc"
 # Not -march=native: what is in the cache may be read by another machine of the same home folder.
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl",
           "-mavx512bf16", "-mprefer-vector-width=512")  # fmt: skip
-_LONGEST_S = 120.0  # it takes about two
+_LONGEST_S = 120.0  # compiling takes about two
 
 
 @lru_cache(maxsize=1)
@@ -65,5 +65,7 @@ def _compiled(compiler: str, target: Path) -> ctypes.CDLL:
 
 
 def _reason(error: Exception) -> str:
-    lines = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
+    """Return a line of what the compiler said, or else of what happened to it."""
+    said = error.stderr if isinstance(error, subprocess.CalledProcessError) else None
+    lines = (said or str(error)).strip().splitlines()
     return next((line for line in lines if "error" in line), lines[0] if lines else repr(error))

@@ -86,7 +86,7 @@ def multiply_into(out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, *, accumu
         out.zero_()
     if out.numel() > 0:
         matrices = [ctypes.byref(_Matrix(matrix.data_ptr(), *matrix.stride())) for matrix in (A, B)]
-        sizes, ldc = map(LONG, (M, N, K)), LONG(max(out.stride(0), N))
+        sizes, ldc = map(LONG, (M, N, K)), LONG(max(out.stride(0), N))  # of one row the stride may be anything
         run("mf_multiply", *sizes, *matrices, POINTER(out.data_ptr()), ldc, ctypes.c_bool(accumulate))
 
 

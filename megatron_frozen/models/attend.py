@@ -94,7 +94,7 @@ def attend_documents(
     context, logsumexp = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=_wide(query))
     for group in _groups(bounds, mask, window=window):
         heads = [group.of(part).transpose(1, 2) for part in (query, key, value)]
-        if group.takes_blocks(*heads[:2]):
+        if group.takes_our_kernel(*heads[:2]):
             found, roots = kernels.attend(*heads)
         else:
             found, roots = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -127,7 +127,7 @@ def attend_documents_backward(
     grads = _like(heads)
     for group in _groups(bounds, mask, window=window):
         own = [group.of(part).transpose(1, 2) for part in (grad, *heads, context, logsumexp)]
-        if group.takes_blocks(*own[1:3]):
+        if group.takes_our_kernel(*own[1:3]):
             found = kernels.attend_backward(*own)
         else:
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -176,7 +176,7 @@ class _Group(NamedTuple):
         """Return these documents' part of [T, ...] as [documents, length, ...], a view."""
         return tokens[self.tokens].unflatten(0, (self.num_documents, -1))
 
-    def takes_blocks(self, query: Tensor, key: Tensor) -> bool:
+    def takes_our_kernel(self, query: Tensor, key: Tensor) -> bool:
         """Return whether our own kernel attends to these documents, both ways."""
         return self.mask is None and causal_attention_unsupported(query, key) is None
 

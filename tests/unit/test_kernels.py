@@ -83,6 +83,15 @@ def test_a_compiler_that_fails_leaves_no_half_made_file(
     assert list(empty_cache.iterdir()) == []
 
 
+def test_a_compiler_that_hangs_is_named(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", program(tmp_path / "compiler", "echo 'an error so far' >&2; exec sleep 60"))
+    monkeypatch.setattr(build, "_LONGEST_S", 0.5)
+    found = build.library.__wrapped__()
+    assert isinstance(found, str)
+    assert found.endswith("timed out after 0.5 seconds")
+    assert list(empty_cache.iterdir()) == []
+
+
 def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/version")  # a file, also for root
     found = build.library.__wrapped__()
@@ -162,6 +171,18 @@ def test_products_do_not_depend_on_the_number_of_threads(num_threads: int) -> No
     alone = torch.zeros(300, 200)
     kernels.multiply_into(alone, A, B, accumulate=True)
     assert torch.equal(out, alone), num_threads
+
+
+@needs_kernels
+def test_without_torchs_threads_the_caller_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(cpu, "_PARALLEL", "no_such_function")
+    monkeypatch.setattr(cpu, "_torch", cpu._torch.__wrapped__)
+    assert cpu._torch()[-1] is None
+    A, B = whole_numbers(1000, 64, by_columns=False), whole_numbers(64, 128, by_columns=False)
+    out = torch.zeros(1000, 128)
+    kernels.multiply_into(out, A, B, accumulate=False)
+    assert torch.equal(out, A.float() @ B.float())
 
 
 @needs_kernels
