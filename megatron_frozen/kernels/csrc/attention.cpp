@@ -22,7 +22,7 @@ constexpr float LN_2 = 0.693147181f;
 struct Heads {  // [batch, heads, s, d] with d dense
     bf16* at;
     long batch_stride, head_stride, row_stride;
-    bf16* head(long b, long h) const { return at + b * batch_stride + h * head_stride; }
+    bf16* row(long b, long h, long i) const { return at + b * batch_stride + h * head_stride + i * row_stride; }
 };
 
 struct Sizes {
@@ -54,7 +54,6 @@ inline void multiply(const Torch& torch, long M, long N, long K, bool adds, cons
 
 // Dense rows [rows, d] of which those from `count` on are zero.
 void copy_rows(const bf16* from, long stride, bf16* into, long count, long rows, long dim) {
-    if (count > rows) count = rows;
     for (long i = 0; i < count; i++) std::memcpy(into + i * dim, from + i * stride, dim * sizeof(bf16));
     std::memset(into + count * dim, 0, (rows - count) * dim * sizeof(bf16));
 }
@@ -68,6 +67,17 @@ void pack_across(const Torch& torch, const bf16* rows, bf16* into, long dim) {
 // Rows [L, d] as a right operand over the rows: [L / 2, d, 2].
 void pack_down(const bf16* rows, bf16* into, long dim) { interleave(rows, dim, into, BLOCK, dim); }
 
+// A block of rows [L, d], and as a right operand both ways.
+struct Operand {
+    Room<bf16> rows, across, down;
+    explicit Operand(long tile) : rows(tile), across(tile), down(tile) {}
+    void read(const Torch& torch, const bf16* from, long stride, long count, long dim) {
+        copy_rows(from, stride, rows, count, BLOCK, dim);
+        pack_across(torch, rows, across, dim);
+        pack_down(rows, down, dim);
+    }
+};
+
 // Each block of rows [s, d] transposed, [blocks, d, L].
 void transpose_blocks(const Torch& torch, const bf16* rows, bf16* into, const Sizes& sizes) {
     for (long k = 0; k < sizes.num_blocks(); k++)
@@ -79,7 +89,7 @@ void transpose_blocks(const Torch& torch, const bf16* rows, bf16* into, const Si
 void write_columns(const Torch& torch, const float* columns, const float* factors, float* turned, bf16* into,
                    long stride, long count, long dim) {
     torch.transpose_32(dim, BLOCK, columns, BLOCK, turned, dim);
-    for (long i = 0; i < count && i < BLOCK; i++) {
+    for (long i = 0; i < count; i++) {
         Floats factor = _mm512_set1_ps(factors[i]);
         for (long j = 0; j < dim; j += LANES) {
             __mmask16 mask = first(dim - j);
@@ -197,14 +207,13 @@ extern "C" void mf_attention_forward(const Torch* torch_, unsigned num_threads, 
         float *maximum = per_query, *sum = per_query + BLOCK, *decay = per_query + 2 * BLOCK;
         for (long piece; pieces.take(piece);) {
             Unit unit(piece, sizes, per_unit);
-            copy_rows(key.head(unit.b, unit.group), key.row_stride, keys, sizes.length, sizes.padded(), dim);
-            copy_rows(value.head(unit.b, unit.group), value.row_stride, values, sizes.length, sizes.padded(), dim);
+            copy_rows(key.row(unit.b, unit.group, 0), key.row_stride, keys, sizes.length, sizes.padded(), dim);
+            copy_rows(value.row(unit.b, unit.group, 0), value.row_stride, values, sizes.length, sizes.padded(), dim);
             transpose_blocks(torch, values, values_T, sizes);
             for (long h = unit.first_head; h < unit.end_head; h++)
                 for (long q = 0; q < sizes.num_blocks(); q++) {
-                    long start = q * BLOCK, count = sizes.length - start;
-                    copy_rows(query.head(unit.b, h) + start * query.row_stride, query.row_stride, rows, count, BLOCK,
-                              dim);
+                    long start = q * BLOCK, count = std::min(BLOCK, sizes.length - start);
+                    copy_rows(query.row(unit.b, h, start), query.row_stride, rows, count, BLOCK, dim);
                     pack_across(torch, rows, query_across, dim);
                     for (long i = 0; i < BLOCK; i++) {
                         maximum[i] = -std::numeric_limits<float>::infinity();
@@ -221,8 +230,8 @@ extern "C" void mf_attention_forward(const Torch* torch_, unsigned num_threads, 
                         if (i < count) out[i] = LN_2 * (maximum[i] + std::log2(sum[i]));
                         decay[i] = 1 / sum[i];
                     }
-                    write_columns(torch, columns, decay, turned, context.head(unit.b, h) + start * context.row_stride,
-                                  context.row_stride, count, dim);
+                    write_columns(torch, columns, decay, turned, context.row(unit.b, h, start), context.row_stride,
+                                  count, dim);
                 }
         }
     });
@@ -239,15 +248,15 @@ extern "C" void mf_attention_backward(const Torch* torch_, unsigned num_threads,
     const long padded = sizes.padded(), whole = padded * dim;
     const float root = 1 / std::sqrt(static_cast<float>(dim)), scale = LOG2_E * root;
     auto write_grads = [&](const float* sums, long b, long group) {  // dK and dV of one key head, [2, padded s, d]
-        write_rows(sums, root, grad_key.head(b, group), grad_key.row_stride, sizes.length, dim);
-        write_rows(sums + whole, 1, grad_value.head(b, group), grad_value.row_stride, sizes.length, dim);
+        write_rows(sums, root, grad_key.row(b, group, 0), grad_key.row_stride, sizes.length, dim);
+        write_rows(sums + whole, 1, grad_value.row(b, group, 0), grad_value.row_stride, sizes.length, dim);
     };
     // Where units are heads that share a key head, each has sums of its own, [b, n, 2, padded s, d], added at the end.
     const bool shares = per_unit < sizes.heads_per_group();
     const Room<float> partial(shares ? 2 * sizes.batch * sizes.num_heads * whole : 0);
     on_threads(torch, num_threads, sizes.batch * sizes.num_heads / per_unit, [&](Pieces& pieces) {
         Room<bf16> keys(whole), keys_T(whole), values(whole);
-        Room<bf16> rows(tile), query_across(tile), query_down(tile), grad_across(tile), grad_down(tile);
+        Operand queries(tile), grads(tile);
         Room<bf16> probs(BLOCK * BLOCK), grad_scores(BLOCK * BLOCK), grad_scores_right(BLOCK * BLOCK);
         Room<float> scores(BLOCK * BLOCK), grad_probs(BLOCK * BLOCK), columns(tile), turned(tile);
         Room<float> own(shares ? 0 : 2 * whole), per_query(3 * BLOCK);
@@ -257,39 +266,32 @@ extern "C" void mf_attention_backward(const Torch* torch_, unsigned num_threads,
             Unit unit(piece, sizes, per_unit);
             float* sum_K = shares ? partial + 2 * (unit.b * sizes.num_heads + unit.first_head) * whole : own.at;
             float* sum_V = sum_K + whole;
-            copy_rows(key.head(unit.b, unit.group), key.row_stride, keys, sizes.length, padded, dim);
-            copy_rows(value.head(unit.b, unit.group), value.row_stride, values, sizes.length, padded, dim);
+            copy_rows(key.row(unit.b, unit.group, 0), key.row_stride, keys, sizes.length, padded, dim);
+            copy_rows(value.row(unit.b, unit.group, 0), value.row_stride, values, sizes.length, padded, dim);
             transpose_blocks(torch, keys, keys_T, sizes);
             for (long h = unit.first_head; h < unit.end_head; h++)
                 for (long q = 0; q < sizes.num_blocks(); q++) {
                     long start = q * BLOCK, count = std::min(BLOCK, sizes.length - start);
-                    copy_rows(query.head(unit.b, h) + start * query.row_stride, query.row_stride, rows, count, BLOCK,
-                              dim);
-                    pack_across(torch, rows, query_across, dim);
-                    pack_down(rows, query_down, dim);
-                    copy_rows(grad.head(unit.b, h) + start * grad.row_stride, grad.row_stride, rows, count, BLOCK, dim);
-                    pack_across(torch, rows, grad_across, dim);
-                    pack_down(rows, grad_down, dim);
-                    const bf16* context_rows = context.head(unit.b, h) + start * context.row_stride;
+                    queries.read(torch, query.row(unit.b, h, start), query.row_stride, count, dim);
+                    grads.read(torch, grad.row(unit.b, h, start), grad.row_stride, count, dim);
                     const float* given = logsumexp_ + (unit.b * sizes.num_heads + h) * sizes.length + start;
                     for (long i = 0; i < BLOCK; i++) {
-                        delta[i] = i < count ? dot(rows + i * dim, context_rows + i * context.row_stride, dim) : 0;
+                        delta[i] = i < count ? dot(grads.rows + i * dim, context.row(unit.b, h, start + i), dim) : 0;
                         logsumexp[i] = i < count ? LOG2_E * given[i] : 0;
                     }
                     for (long k = 0; k <= q; k++) {
                         bool adds = q > k || h > unit.first_head;  // a block of keys is first met on the diagonal
-                        multiply(torch, BLOCK, BLOCK, dim, false, keys + k * tile, query_across, scores);  // S^T
-                        multiply(torch, BLOCK, BLOCK, dim, false, values + k * tile, grad_across, grad_probs);  // dP^T
+                        multiply(torch, BLOCK, BLOCK, dim, false, keys + k * tile, queries.across, scores);  // S^T
+                        multiply(torch, BLOCK, BLOCK, dim, false, values + k * tile, grads.across, grad_probs);  // dP^T
                         softmax_backward_block(scores, grad_probs, scale, k == q, logsumexp, delta, probs, grad_scores,
                                                grad_scores_right);
-                        multiply(torch, BLOCK, dim, BLOCK, adds, probs, grad_down, sum_V + k * tile);
-                        multiply(torch, BLOCK, dim, BLOCK, adds, grad_scores, query_down, sum_K + k * tile);
+                        multiply(torch, BLOCK, dim, BLOCK, adds, probs, grads.down, sum_V + k * tile);
+                        multiply(torch, BLOCK, dim, BLOCK, adds, grad_scores, queries.down, sum_K + k * tile);
                         // dQ^T
                         multiply(torch, dim, BLOCK, BLOCK, k > 0, keys_T + k * tile, grad_scores_right, columns);
                     }
-                    write_columns(torch, columns, factors, turned,
-                                  grad_query.head(unit.b, h) + start * grad_query.row_stride, grad_query.row_stride,
-                                  count, dim);
+                    write_columns(torch, columns, factors, turned, grad_query.row(unit.b, h, start),
+                                  grad_query.row_stride, count, dim);
                 }
             if (!shares) write_grads(own, unit.b, unit.group);
         }
