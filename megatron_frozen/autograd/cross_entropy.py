@@ -14,6 +14,7 @@ import torch
 from megatron_frozen.autograd.once import once_differentiable
 from megatron_frozen.comm import all_reduce_
 from megatron_frozen.comm.groups import Group, group_rank, group_size
+from megatron_frozen.kernels import passes
 
 IGNORED_TARGET = -100
 CPU_PIECE_ELEMENTS = 2**20
@@ -50,19 +51,12 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         num_vocab = logits.shape[-1] * group_size(group)
         ctx.smoothing = label_smoothing * num_vocab / (num_vocab - 1) if label_smoothing > 0 else 0.0
         ctx.num_vocab, ctx.first_id = num_vocab, logits.shape[-1] * group_rank(group)
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        own_top, own_exp, own_sum = (target.new_empty(target.shape, dtype=wide) for _ in range(3))
-        for where in pieces(logits):
-            # Not below the lowest number, so that a rank that holds padding of -inf alone makes no NaN.
-            own_top[where] = logits[where].amax(-1).to(wide).clamp_(min=torch.finfo(wide).min)
-            own_exp[where] = (logits[where] - own_top[where].unsqueeze(-1)).exp_().sum(-1)
-            if ctx.smoothing:
-                own_sum[where] = logits[where].sum(-1, dtype=wide)
+        own_top, own_exp, own_sum = _statistics(logits, with_sum=ctx.smoothing > 0)
         top, _ = all_reduce_(own_top.clone(), group=group, op="max")
         local, is_here = local_ids(target, num_columns=logits.shape[-1], first_id=ctx.first_id)
         picked = (logits.gather(-1, local.unsqueeze(-1)).squeeze(-1) - top).masked_fill_(~is_here, 0)
         parts = [own_exp.mul_((own_top - top).exp_()), picked]
-        if ctx.smoothing:
+        if own_sum is not None:
             parts.append(own_sum - top * logits.shape[-1])
         sums, _ = all_reduce_(torch.stack(parts), group=group)
         loss = sums[0].log() - sums[1]
@@ -81,6 +75,11 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         scale = grad_loss.unsqueeze(-1)
         at_target = is_here.unsqueeze(-1) * scale * -(1 - ctx.smoothing)
         softmax_scale = scale / total.unsqueeze(-1)
+        if not ctx.smoothing and passes.takes(logits):
+            factor = softmax_scale.squeeze(-1).masked_fill(ignored.squeeze(-1), 0)
+            at_target = (logits.gather(-1, local.unsqueeze(-1)) - top.unsqueeze(-1)).exp_() * softmax_scale + at_target
+            at_target = at_target.masked_fill_(ignored, 0).squeeze(-1)
+            return passes.softmax_gradient(logits, top, factor, local, at_target), None, None, None
         grad = torch.empty_like(logits)
         for where in pieces(logits):
             piece = (logits[where] - top[where].unsqueeze(-1)).exp_().mul_(softmax_scale[where])
@@ -89,6 +88,21 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
             piece.scatter_add_(-1, local[where].unsqueeze(-1), at_target[where])
             grad[where] = piece.masked_fill_(ignored[where], 0)
         return grad, None, None, None
+
+
+def _statistics(logits: torch.Tensor, *, with_sum: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return of each row of this rank's logits the maximum, the sum of exponentials below it and the sum, in fp32."""
+    if not with_sum and passes.takes(logits):
+        return *passes.logsumexp(logits), None
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    top, total, plain = (logits.new_empty(logits.shape[:-1], dtype=wide) for _ in range(3))
+    for where in pieces(logits):
+        # Not below the lowest number, so that a rank that holds padding of -inf alone makes no NaN.
+        top[where] = logits[where].amax(-1).to(wide).clamp_(min=torch.finfo(wide).min)
+        total[where] = (logits[where] - top[where].unsqueeze(-1)).exp_().sum(-1)
+        if with_sum:
+            plain[where] = logits[where].sum(-1, dtype=wide)
+    return top, total, plain if with_sum else None
 
 
 def local_ids(target: torch.Tensor, *, num_columns: int, first_id: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -24,21 +27,25 @@ _LONGEST_S = 120.0  # compiling takes about two
 def library() -> ctypes.CDLL | str:
     """Return the compiled kernels, or why there are none, as the end of a sentence. Calls into them release the GIL.
 
-    The compiler is ``CXX``, else g++, else clang++. Processes may do this at the same time: each writes a file of its
-    own and moves it into place.
+    What the cache has is taken as it is, also where there is no compiler; else ``CXX``, g++ or clang++ makes it, in one
+    of the processes that want it, while the others wait.
     """
-    compiler = text(CXX) or shutil.which("g++") or shutil.which("clang++")
+    target = Path(cache_home(), "megatron_frozen", f"kernels-{_fingerprint()}.so")
+    if (kernels := _loaded(target)) is not None:
+        return kernels
+    compiler = (text(CXX) or "").strip() or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         return "there is no C++ compiler here: install g++, or name one in the environment variable CXX"
-    target = Path(cache_home(), "megatron_frozen", f"kernels-{_fingerprint(compiler)}.so")
     try:
-        return _loaded(target) or _compiled(compiler, target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _alone_in(target.parent):
+            return _loaded(target) or _compiled(compiler, target)
     except (OSError, subprocess.SubprocessError) as error:
         return f"the C++ compiler {compiler} made no kernels in {target.parent}: {_reason(error)}"
 
 
-def _fingerprint(compiler: str) -> str:
-    digest = hashlib.sha256(" ".join((compiler, *_FLAGS)).encode())
+def _fingerprint() -> str:
+    digest = hashlib.sha256(" ".join(_FLAGS).encode())
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
     return digest.hexdigest()[:16]
@@ -52,9 +59,20 @@ def _loaded(target: Path) -> ctypes.CDLL | None:
         return None
 
 
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, where its file system has any: ranks that all compile take each other's processors."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _compiled(compiler: str, target: Path) -> ctypes.CDLL:
     """Put into the cache only what can be loaded."""
-    target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made = Path(scratch, target.name)
         command = [*compiler.split(), *_FLAGS, *map(str, sorted(_SOURCES.glob("*.cpp"))), "-o", str(made)]

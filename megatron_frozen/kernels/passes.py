@@ -82,12 +82,32 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, sign: f
 
 
 def softmax_(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn logits [rows, V] into their softmax in place and return, in fp32 [rows], their maximum and the sum of their
+    """Turn logits [..., V] into their softmax in place and return, in fp32 [...], their maximum and the sum of their
     exponentials below it."""
-    top, total = logits.new_empty(2, logits.shape[0], dtype=torch.float32)
-    run("mf_softmax", *map(LONG, logits.shape), POINTER(logits.data_ptr()), LONG(logits.stride(0)),
-        POINTER(top.data_ptr()), POINTER(total.data_ptr()))  # fmt: skip
+    return _row_sums("mf_softmax", logits)
+
+
+def logsumexp(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return, in fp32 [...], the maximum of logits [..., V], not below the lowest number, and the sum of their
+    exponentials below it."""
+    return _row_sums("mf_logsumexp", logits)
+
+
+def _row_sums(name: str, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    top, total = logits.new_empty((2, *logits.shape[:-1]), dtype=torch.float32)
+    run(name, _shape(logits), _rows(logits), POINTER(top.data_ptr()), POINTER(total.data_ptr()))
     return top, total
+
+
+def softmax_gradient(
+    logits: torch.Tensor, top: torch.Tensor, factor: torch.Tensor, column: torch.Tensor, at_column: torch.Tensor
+) -> torch.Tensor:
+    """Return exp(logits - top) * factor [..., V] in the logits' memory order, 0 in rows whose factor is 0, and at one
+    ``column`` of each row what is given for it; top, factor and at_column are fp32 [...], column int64 [...]."""
+    grad = torch.empty_like(logits)
+    per_row = [part.contiguous() for part in (top, factor, column.long(), at_column)]
+    run("mf_softmax_gradient", _shape(logits), _rows(logits, grad), *(POINTER(part.data_ptr()) for part in per_row))
+    return grad
 
 
 def _shape(tensor: torch.Tensor) -> Any:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import shutil
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,9 +49,10 @@ def test_they_are_compiled_once_and_kept_in_the_users_cache(empty_cache: Path, m
     (made,) = empty_cache.iterdir()
     assert made.name.startswith("kernels-")
     before = made.stat().st_mtime_ns
-    monkeypatch.setenv("CXX", "")
-    assert isinstance(build.library.__wrapped__(), ctypes.CDLL)
+    monkeypatch.setenv("CXX", "/nonexistent")
+    assert isinstance(build.library.__wrapped__(), ctypes.CDLL), "what is there needs no compiler"
     assert made.stat().st_mtime_ns == before
+    monkeypatch.setenv("CXX", " ")
     made.write_bytes(made.read_bytes()[:1000])
     assert isinstance(build.library.__wrapped__(), ctypes.CDLL), "a file cut short is made anew"
     assert list(empty_cache.iterdir()) == [made]
@@ -81,6 +85,17 @@ def test_a_compiler_that_fails_leaves_no_half_made_file(
     assert found.startswith(f"the C++ compiler {compiler} made no kernels in {empty_cache}: ")
     assert reason in found
     assert list(empty_cache.iterdir()) == []
+
+
+@needs_kernels
+def test_of_many_processes_one_compiles(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    monkeypatch.setenv("CXX", program(tmp_path / "compiler", f'echo >> {tmp_path}/runs; exec {compiler} "$@"'))
+    code = "from megatron_frozen.kernels.build import library; assert not isinstance(library(), str), library()"
+    processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0, 0]
+    assert (tmp_path / "runs").read_text(encoding="utf-8") == "\n"
+    assert len(list(empty_cache.iterdir())) == 1
 
 
 def test_a_compiler_that_hangs_is_named(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_frozen import kernels
+from megatron_frozen import kernels, vocab_parallel_cross_entropy
 from megatron_frozen.autograd.head_loss import FrozenHeadCrossEntropy, HeadPlan
 from megatron_frozen.autograd.rms_norm import RMSNormFunction
 from megatron_frozen.kernels import passes
@@ -163,6 +164,36 @@ def test_softmax_in_place(width: int) -> None:
     rounded = exact.softmax(-1).bfloat16()
     assert relative_error(logits, exact.softmax(-1)) < 1.01 * relative_error(rounded, exact.softmax(-1))
     assert torch.equal(whole[:, width:], before[:, width:]), "it wrote beside the rows"
+
+
+@needs_kernels
+@pytest.mark.parametrize("order", LEADING)
+def test_cross_entropy_of_logits(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    logits = LEADING[order]((5 * torch.randn(41, 3, 1003)).bfloat16())
+    target = torch.randint(1003, logits.shape[:-1])
+    logits.scatter_(-1, target[..., None], 30)  # confident rows, whose p - 1 has no digits left in bf16
+    target.view(-1)[::5] = -100
+    logits.flatten(0, -2)[5] = torch.nan  # of a label that is left out
+    function = partial(vocab_parallel_cross_entropy, target=target)
+    (loss, _, exact), (grad, other, exact_grad) = three_ways(function, [logits], monkeypatch)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=1e-6)
+    assert grad.stride() == other.stride()
+    assert_as_near(grad, other, exact_grad)
+    assert torch.equal(grad[target == -100], torch.zeros_like(grad[target == -100]))
+
+
+@needs_kernels
+def test_cross_entropy_of_one_token_and_of_a_shard_that_is_padding_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    target = torch.tensor(17)
+    for ours, _, exact in three_ways(lambda x: vocab_parallel_cross_entropy(x, target), [torch.randn(5000).bfloat16()],
+                                     monkeypatch):  # fmt: skip
+        assert relative_error(ours, exact) < 4e-3
+    top, total = passes.logsumexp(torch.full((2, 4096), -torch.inf, dtype=torch.bfloat16))
+    assert top.tolist() == [torch.finfo(torch.float32).min] * 2
+    assert total.tolist() == [0, 0]
 
 
 @needs_kernels

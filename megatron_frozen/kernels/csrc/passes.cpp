@@ -43,6 +43,27 @@ inline Floats sigmoid(Floats x) {
     return _mm512_div_ps(all(1), _mm512_add_ps(all(1), exp2(times(x, all(-LOG2_E)))));
 }
 
+float highest(const bf16* row, long width) {
+    const Floats low = all(-std::numeric_limits<float>::infinity());
+    Floats top = low;
+    each_vector(width, [&](long j, __mmask16 mask) {
+        top = _mm512_max_ps(top, _mm512_mask_mov_ps(low, mask, load(row + j, mask)));
+    });
+    return _mm512_reduce_max_ps(top);
+}
+
+// Calls keep(j, mask, exponentials) for each vector.
+template <class Keep>
+float sum_of_exponentials(const bf16* row, long width, float below, const Keep& keep) {
+    Floats total = _mm512_setzero_ps();
+    each_vector(width, [&](long j, __mmask16 mask) {
+        Floats e = exp2(times(_mm512_sub_ps(load(row + j, mask), all(below)), all(LOG2_E)));
+        keep(j, mask, e);
+        total = _mm512_mask_add_ps(total, mask, total, e);
+    });
+    return _mm512_reduce_add_ps(total);
+}
+
 }  // namespace
 
 extern "C" {
@@ -138,29 +159,53 @@ void mf_rotate(const Torch* torch, unsigned num_threads, const Shape* shape_, co
 }
 
 // Turns each row of logits into its softmax, in place, and gives its maximum and its sum of exponentials below that.
-void mf_softmax(const Torch* torch, unsigned num_threads, long num_rows, long width, bf16* logits, long stride,
-                float* maximum, float* sum) {
-    on_threads(*torch, num_threads, num_rows, [&](Pieces& pieces) {
-        const Room<float> exponentials(width);
+void mf_softmax(const Torch* torch, unsigned num_threads, const Shape* shape_, const Rows* rows, float* maximum,
+                float* sum) {
+    const Shape& shape = *shape_;
+    on_threads(*torch, num_threads, shape.num_rows(), [&](Pieces& pieces) {
+        const Room<float> exponentials(shape.width);
         for (long i; pieces.take(i);) {
-            bf16* row = logits + i * stride;
-            const Floats low = all(-std::numeric_limits<float>::infinity());
-            Floats top = low, total = _mm512_setzero_ps();
-            each_vector(width, [&](long j, __mmask16 mask) {
-                top = _mm512_max_ps(top, _mm512_mask_mov_ps(low, mask, load(row + j, mask)));
-            });
-            const float highest = _mm512_reduce_max_ps(top);
-            each_vector(width, [&](long j, __mmask16 mask) {
-                Floats e = exp2(times(_mm512_sub_ps(load(row + j, mask), all(highest)), all(LOG2_E)));
+            bf16* row = shape.row(*rows, i);
+            maximum[i] = highest(row, shape.width);
+            sum[i] = sum_of_exponentials(row, shape.width, maximum[i], [&](long j, __mmask16 mask, Floats e) {
                 _mm512_mask_storeu_ps(exponentials + j, mask, e);
-                total = _mm512_mask_add_ps(total, mask, total, e);
             });
-            maximum[i] = highest;
-            sum[i] = _mm512_reduce_add_ps(total);
             const Floats factor = all(1 / sum[i]);
-            each_vector(width, [&](long j, __mmask16 mask) {
+            each_vector(shape.width, [&](long j, __mmask16 mask) {
                 store(row + j, times(_mm512_maskz_loadu_ps(mask, exponentials + j), factor), mask);
             });
+        }
+    });
+}
+
+// Gives each row's maximum, not below the lowest number, and its sum of exponentials below that.
+void mf_logsumexp(const Torch* torch, unsigned num_threads, const Shape* shape_, const Rows* rows, float* maximum,
+                  float* sum) {
+    const Shape& shape = *shape_;
+    on_threads(*torch, num_threads, shape.num_rows(), [&](Pieces& pieces) {
+        for (long i; pieces.take(i);) {
+            const bf16* row = shape.row(*rows, i);
+            maximum[i] = std::max(highest(row, shape.width), std::numeric_limits<float>::lowest());
+            sum[i] = sum_of_exponentials(row, shape.width, maximum[i], [](long, __mmask16, Floats) {});
+        }
+    });
+}
+
+// grad = exp(logits - maximum) factor, 0 in rows whose factor is 0, and at one column of each row what is given for it.
+void mf_softmax_gradient(const Torch* torch, unsigned num_threads, const Shape* shape_, const Rows* rows,
+                         const float* maximum, const float* factor, const int64_t* column, const float* at_column) {
+    const Shape& shape = *shape_;
+    on_threads(*torch, num_threads, shape.num_rows(), [&](Pieces& pieces) {
+        for (long i; pieces.take(i);) {
+            const bf16* row = shape.row(rows[0], i);
+            bf16* grad = shape.row(rows[1], i);
+            const Floats scale = all(factor[i]);
+            const __mmask16 is_kept = factor[i] == 0 ? 0 : 0xffff;
+            each_vector(shape.width, [&](long j, __mmask16 mask) {
+                Floats e = exp2(times(_mm512_sub_ps(load(row + j, mask), all(maximum[i])), all(LOG2_E)));
+                store(grad + j, _mm512_maskz_mul_ps(is_kept, e, scale), mask);
+            });
+            store(grad + column[i], all(at_column[i]), first(1));
         }
     });
 }
