@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import mmap
 import shutil
 import stat
 import subprocess
@@ -239,3 +240,59 @@ def test_attention_gives_the_logarithm_of_the_sum_of_exponentials() -> None:
     torch.testing.assert_close(
         logsumexp.double(), scores.masked_fill(hidden, -torch.inf).logsumexp(-1), rtol=1e-6, atol=1e-5
     )
+
+
+@needs_kernels
+def test_attention_forgets_a_block_of_keys_that_a_query_cannot_see() -> None:
+    """Its maximum is -inf, which taken from itself is no number."""
+    torch.manual_seed(0)
+    query, value = torch.ones(1, 1, 256, 2).bfloat16(), torch.randn(1, 1, 256, 2).bfloat16()
+    key = query.clone()
+    key[:, :, :128] = -torch.inf
+    context, _ = kernels.attend(query, key, value)
+    seen = value[:, :, 128:].double().cumsum(2) / torch.arange(1, 129).view(-1, 1)
+    assert relative_error(context[:, :, 128:], seen) < 4e-3
+
+
+@needs_kernels
+def test_another_number_of_tokens_at_every_step_takes_no_more_memory() -> None:
+    """Torch keeps a compiled kernel for each shape: one weight's gradients alone kept 0.7 GB after a thousand steps.
+
+    In a process of its own, as others' kernels may be kept already here.
+    """
+    code = """
+import torch
+from megatron_frozen import kernels
+
+def resident():
+    with open("/proc/self/statm", encoding="ascii") as pages:
+        return int(pages.read().split()[1]) * 4096 / 2**20
+
+def step(num_tokens):
+    grad, input_ = (torch.ones(num_tokens, width, dtype=torch.bfloat16) for width in (300, 200))
+    kernels.multiply_into(torch.zeros(300, 200), grad.t(), input_, accumulate=True)
+    kernels.multiply_into(torch.zeros(num_tokens, 200), grad, torch.ones(300, 200).bfloat16(), accumulate=False)
+
+torch.set_num_threads(1)
+for num_tokens in (64, 254, 510, 511, 766, 1022, 2046):
+    step(num_tokens)
+before = resident()
+for num_tokens in range(128, 1000, 6):
+    step(num_tokens)
+print(resident() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=300)
+    assert float(done.stdout) < 40
+
+
+@needs_kernels
+def test_rows_far_apart_are_packed() -> None:
+    """The block product ends the process where rows of its left operand are 2^26 apart. Only pages used are there."""
+    apart, (M, K) = 2**26, (40, 64)
+    with mmap.mmap(-1, 2 * (apart * M + K), mmap.MAP_PRIVATE | 0x4000) as memory:  # MAP_NORESERVE
+        far = torch.frombuffer(memory, dtype=torch.bfloat16).as_strided((M, K), (apart, 1))
+        near, B, out = whole_numbers(M, K, by_columns=False), whole_numbers(K, 33, by_columns=False), torch.empty(M, 33)
+        far.copy_(near)
+        kernels.multiply_into(out, far, B, accumulate=False)
+        del far
+    assert torch.equal(out, near.float() @ B.float())

@@ -216,7 +216,7 @@ extern "C" void mf_attention_forward(const Torch* torch_, unsigned num_threads, 
                     copy_rows(query.row(unit.b, h, start), query.row_stride, rows, count, BLOCK, dim);
                     pack_across(torch, rows, query_across, dim);
                     for (long i = 0; i < BLOCK; i++) {
-                        maximum[i] = -std::numeric_limits<float>::infinity();
+                        maximum[i] = std::numeric_limits<float>::lowest();  // a whole block of scores may be -inf
                         sum[i] = 0;
                     }
                     for (long k = 0; k <= q; k++) {

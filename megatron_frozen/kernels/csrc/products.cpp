@@ -19,6 +19,18 @@ struct Matrix {
     const bf16* operator()(long row, long column) const { return at + row * row_stride + column * column_stride; }
 };
 
+// Torch keeps a kernel for each shape and stride for good, some 0.4 MB on each thread, and the number of tokens differs
+// from step to step; so all sizes that may hang on it are made of powers of two.
+inline long power_within(long size, long most) {
+    while (most > size) most /= 2;
+    return most;
+}
+inline long power_above(long size) {
+    long power = 1;
+    while (power < size) power *= 2;
+    return power;
+}
+
 inline long even(long size) { return (size + 1) / 2 * 2; }
 
 // Rows [M, K] of an A whose columns are dense, K padded to even with zero.
@@ -64,8 +76,10 @@ struct Chunk {
     Matrix A, B;
     long M, N, depth, stride;  // stride: of packed rows of A
     Cuts rows, columns;
-    // Whether the block product reads A as it is.
-    bool reads_A() const { return A.column_stride == 1 && depth % 2 == 0 && (M == 1 || A.row_stride >= depth); }
+    // Whether the block product reads A as it is; it aborts where its rows are 2^26 apart.
+    bool reads_A() const {
+        return A.column_stride == 1 && depth % 2 == 0 && (M == 1 || A.row_stride >= depth) && A.row_stride < 1 << 22;
+    }
     long lda() const { return reads_A() ? std::max(A.row_stride, depth) : stride; }
 
     void pack_block_A(long index, bf16* into) const {
@@ -85,12 +99,18 @@ struct Chunk {
     }
     void multiply(const bf16* A_rows, const bf16* panels, float* C, long ldc, long num_rows, long num_columns,
                   bool adds) const {
-        for (long m = 0; m < num_rows; m += BLOCK)
+        for (long m = 0, height; m < num_rows; m += height) {
+            height = power_within(num_rows - m, BLOCK);
             for (long n = 0; n < num_columns; n += PANEL) {
                 const long width = std::min(PANEL, num_columns - n);
-                torch.block(std::min(BLOCK, num_rows - m), width, even(depth), lda(), width, ldc, adds,
-                            A_rows + m * lda(), panels + n * even(depth), C + m * ldc + n, true);
+                const bf16* panel = panels + n * even(depth);
+                for (long k = 0, deep; k < even(depth); k += deep) {
+                    deep = power_within(even(depth) - k, CHUNK_K);
+                    torch.block(height, width, deep, lda(), width, ldc, adds || k > 0, A_rows + m * lda() + k,
+                                panel + k * width, C + m * ldc + n, true);
+                }
             }
+        }
     }
 };
 
@@ -100,8 +120,8 @@ struct Chunk {
 extern "C" void mf_multiply(const Torch* torch, unsigned num_threads, long M, long N, long K, const Matrix* A,
                             const Matrix* B, float* C, long ldc, bool adds) {
     // So long that what is packed of the operand with the smaller side fills half of C.
-    const long chunk = std::min({std::max({M, N, 512L}), CHUNK_K, K});
-    const long stride = even(chunk) + APART;
+    const long chunk = std::min(power_within(std::max({M, N, 512L}), CHUNK_K), K);
+    const long stride = power_above(chunk) + APART;
     const Room<bf16> shared(std::min(M, N) * stride);
     for (long k = 0; k < K; k += chunk, adds = true) {
         const Chunk part{*torch, {(*A)(0, k), A->row_stride, A->column_stride},
