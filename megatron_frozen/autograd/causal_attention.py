@@ -15,16 +15,19 @@ import torch
 
 from megatron_frozen import kernels
 from megatron_frozen.autograd.once import once_differentiable
+from megatron_frozen.kernels.cpu import in_memory
 
 MIN_LENGTH = 64  # half a block; below, padding to one costs more than the products save
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def causal_attention_unsupported(query: torch.Tensor, key: torch.Tensor) -> str | None:
+def causal_attention_unsupported(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str | None:
     """Return why ``CausalAttention`` should leave these heads to torch, as the end of a sentence; None if it runs."""
-    if query.device.type != "cpu" or query.dtype != torch.bfloat16 or type(query) is not torch.Tensor:
+    heads = query, key, value
+    if any(part.device.type != "cpu" or part.dtype != torch.bfloat16 for part in heads) or not in_memory(*heads):
         return "it is for bf16 tensors on a CPU"
-    if query.shape[2] != key.shape[2] or query.shape[2] < MIN_LENGTH or query.shape[3] % 2:
+    length, head_dim = query.shape[2:]
+    if {query.shape[2:], key.shape[2:], value.shape[2:]} != {query.shape[2:]} or length < MIN_LENGTH or head_dim % 2:
         return f"it is for {MIN_LENGTH} tokens or more, each a query and a key, and an even head dim"
     if torch.cpu._is_amx_tile_supported():
         return "torch's own kernel is fast with AMX"

@@ -138,7 +138,7 @@ def floor_step(*, folder: Path, rows: Tensor) -> Step:
     heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
     q, k, v = (torch.randn(num_rows, n, seq_length, config.head_dim).bfloat16().requires_grad_() for n in heads)
     torchs = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-    attention = torchs if causal_attention_unsupported(q, k) else CausalAttention.apply
+    attention = torchs if causal_attention_unsupported(q, k, v) else CausalAttention.apply
 
     def step(_: int) -> dict[str, float]:
         for x, weight, grad in [*products * config.num_hidden_layers, head]:

@@ -27,6 +27,7 @@ _NEEDED = (
     "_ZN6fbgemm14transpose_simdIfEEvllPKT_lPS1_l",
 )
 _PARALLEL = "GOMP_parallel"
+_UNREAL_MODES = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
 LONG, POINTER = ctypes.c_long, ctypes.c_void_p
 
 
@@ -68,6 +69,17 @@ def _gives_a_right_product(M: int, K: int, N: int) -> bool:
 def _torch() -> Any:
     """Return the table of torch's functions, as ``struct Torch`` has it."""
     return (POINTER * 5)(*map(address, (*_NEEDED, _PARALLEL)))
+
+
+def in_memory(*tensors: torch.Tensor) -> bool:
+    """Return whether kernels find these tensors, and what is made from them, at an address: none is a subclass,
+    wrapped by a transform such as vmap or zero without memory, and no fake tensors are made nor a graph recorded."""
+    return all(
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and torch._C._has_storage(tensor)
+        and not tensor._is_zerotensor()
+        for tensor in tensors
+    ) and not any(map(torch._C._get_dispatch_mode, _UNREAL_MODES))
 
 
 def run(name: str, *arguments: Any) -> None:

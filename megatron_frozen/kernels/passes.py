@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_frozen.kernels.cpu import LONG, POINTER, absent, run
+from megatron_frozen.kernels.cpu import LONG, POINTER, absent, in_memory, run
 
 _MIN_ELEMENTS = 4096  # below, torch's few passes cost no more than the call
 
@@ -26,22 +26,24 @@ def takes(*tensors: torch.Tensor, max_leading: int = 2) -> bool:
     return (
         tensors[0].device.type == "cpu"
         and tensors[0].dim() <= max_leading + 1
-        and all(_is_read(tensor) for tensor in tensors)
+        and all(tensor.dtype == torch.bfloat16 and tensor.stride(-1) == 1 for tensor in tensors)
         and tensors[0].numel() >= _MIN_ELEMENTS
         and not torch.compiler.is_compiling()
+        and in_memory(*tensors)
         and absent() is None
     )
 
 
-def _is_read(tensor: torch.Tensor) -> bool:
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.dtype == torch.bfloat16 and tensor.stride(-1) == 1
-    )
+def like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor of the same shape and memory order, with dense rows also where those of ``tensor`` are
+    windows one element apart, which torch makes columns of."""
+    made = torch.empty_like(tensor)
+    return made if made.stride(-1) == 1 else torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def rms_norm(input_: torch.Tensor, weight: torch.Tensor, *, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return weight * round(input / sqrt(mean(input^2) + eps)) [..., h] and the fp32 inverse roots [..., 1]."""
-    output = torch.empty_like(input_)
+    output = like(input_)
     inverse_rms = input_.new_empty((*input_.shape[:-1], 1), dtype=torch.float32)
     run("mf_rms_norm", _shape(input_), _rows(input_, output), POINTER(weight.data_ptr()),
         POINTER(inverse_rms.data_ptr()), ctypes.c_float(eps))  # fmt: skip
@@ -52,7 +54,7 @@ def rms_norm_backward(
     grad_output: torch.Tensor, input_: torch.Tensor, weight: torch.Tensor, inverse_rms: torch.Tensor
 ) -> torch.Tensor:
     """Return the input's gradient [..., h]."""
-    grad_input = torch.empty_like(input_)
+    grad_input = like(input_)
     run("mf_rms_norm_backward", _shape(input_), _rows(input_, grad_output, grad_input), POINTER(weight.data_ptr()),
         POINTER(inverse_rms.data_ptr()))  # fmt: skip
     return grad_input
@@ -60,14 +62,14 @@ def rms_norm_backward(
 
 def gate(joint: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up [..., f] of gate and up beside each other, [..., 2 f]."""
-    output = torch.empty_like(joint[..., : joint.shape[-1] // 2])
+    output = like(joint[..., : joint.shape[-1] // 2])
     run("mf_gate", _shape(output), _rows(joint, output))
     return output
 
 
 def gate_backward(grad_output: torch.Tensor, joint: torch.Tensor) -> torch.Tensor:
     """Return the gradient [..., 2 f] of ``joint``."""
-    grad_joint = torch.empty_like(joint)
+    grad_joint = like(joint)
     run("mf_gate_backward", _shape(grad_output), _rows(joint, grad_output, grad_joint))
     return grad_joint
 
@@ -104,7 +106,7 @@ def softmax_gradient(
 ) -> torch.Tensor:
     """Return exp(logits - top) * factor [..., V] in the logits' memory order, 0 in rows whose factor is 0, and at one
     ``column`` of each row what is given for it; top, factor and at_column are fp32 [...], column int64 [...]."""
-    grad = torch.empty_like(logits)
+    grad = like(logits)
     per_row = [part.contiguous() for part in (top, factor, column.long(), at_column)]
     run("mf_softmax_gradient", _shape(logits), _rows(logits, grad), *(POINTER(part.data_ptr()) for part in per_row))
     return grad

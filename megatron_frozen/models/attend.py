@@ -66,8 +66,9 @@ def _attend_under_mask(heads: list[Tensor], *, plan: AttentionPlan, window: int 
 
 def _attend_one(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None) -> Tensor:
     """Return the context [b, s, n, d] of one document per row: query [b, s, n, d], key and value [b, s, k, d]."""
-    if mask is None and causal_attention_unsupported(query.transpose(1, 2), key.transpose(1, 2)) is None:
-        return CausalAttention.apply(*(heads.transpose(1, 2) for heads in (query, key, value))).transpose(1, 2)
+    heads = [part.transpose(1, 2) for part in (query, key, value)]
+    if mask is None and causal_attention_unsupported(heads[0], heads[1], heads[2]) is None:
+        return CausalAttention.apply(*heads).transpose(1, 2)
     num_groups = query.shape[2] // key.shape[2]
     if mask is not None and num_groups > 1:  # a mask and shared keys together leave a GPU without a fused kernel
         key, value = (heads.repeat_interleave(num_groups, dim=2) for heads in (key, value))
@@ -94,7 +95,7 @@ def attend_documents(
     context, logsumexp = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=_wide(query))
     for group in _groups(bounds, mask, window=window):
         heads = [group.of(part).transpose(1, 2) for part in (query, key, value)]
-        if group.takes_our_kernel(*heads[:2]):
+        if group.takes_our_kernel(*heads):
             found, roots = kernels.attend(*heads)
         else:
             found, roots = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -127,7 +128,7 @@ def attend_documents_backward(
     grads = _like(heads)
     for group in _groups(bounds, mask, window=window):
         own = [group.of(part).transpose(1, 2) for part in (grad, *heads, context, logsumexp)]
-        if group.takes_our_kernel(*own[1:3]):
+        if group.takes_our_kernel(*own[1:4]):
             found = kernels.attend_backward(*own)
         else:
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -176,9 +177,9 @@ class _Group(NamedTuple):
         """Return these documents' part of [T, ...] as [documents, length, ...], a view."""
         return tokens[self.tokens].unflatten(0, (self.num_documents, -1))
 
-    def takes_our_kernel(self, query: Tensor, key: Tensor) -> bool:
+    def takes_our_kernel(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Return whether our own kernel attends to these documents, both ways."""
-        return self.mask is None and causal_attention_unsupported(query, key) is None
+        return self.mask is None and causal_attention_unsupported(query, key, value) is None
 
 
 def _groups(bounds: Tensor, mask: Tensor | None, *, window: int) -> Iterator[_Group]:

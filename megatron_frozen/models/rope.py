@@ -157,7 +157,7 @@ def rotated(heads: Tensor, cos: Tensor, sin: Tensor, *, sign: float = 1, out: Te
     """Return what `rotate` does, or its reverse for a ``sign`` of -1, outside autograd and, if given, in ``out``."""
     half = heads.shape[-1] // 2
     if passes.takes(heads, cos, sin, *() if out is None else (out,), max_leading=3):
-        into = torch.empty_like(heads) if out is None else out
+        into = passes.like(heads) if out is None else out
         passes.rotate(heads, cos, sin, sign=sign, out=into)
         return into
     into = heads * cos if out is None else torch.mul(heads, cos, out=out)

@@ -94,11 +94,15 @@ def test_no_scores_of_the_whole_sequence_are_held() -> None:
 
 
 def test_what_is_left_to_torch() -> None:
-    query, key, _, _ = heads((1, 2, 1, MIN_LENGTH, 16))
-    assert causal_attention_unsupported(query.float(), key.float()) == "it is for bf16 tensors on a CPU"
-    short = causal_attention_unsupported(query[:, :, : MIN_LENGTH - 1], key[:, :, : MIN_LENGTH - 1])
+    query, key, value, _ = heads((1, 2, 1, MIN_LENGTH, 16))
+    assert causal_attention_unsupported(query.float(), key.float(), value.float()) == causal_attention_unsupported(
+        query, key, value.float()
+    )
+    assert causal_attention_unsupported(query.float(), key.float(), value.float()) == "it is for bf16 tensors on a CPU"
+    short = causal_attention_unsupported(*(part[:, :, : MIN_LENGTH - 1] for part in (query, key, value)))
     assert short == f"it is for {MIN_LENGTH} tokens or more, each a query and a key, and an even head dim"
-    assert causal_attention_unsupported(query, key[:, :, 1:]) == short
-    assert causal_attention_unsupported(query[..., :15], key[..., :15]) == short
+    assert causal_attention_unsupported(query, key[:, :, 1:], value[:, :, 1:]) == short
+    assert causal_attention_unsupported(query[..., :15], key[..., :15], value[..., :15]) == short
     expected = "torch's own kernel is fast with AMX" if torch.cpu._is_amx_tile_supported() else kernels.absent()
-    assert causal_attention_unsupported(query, key) == expected
+    assert causal_attention_unsupported(query, key, value[..., :8]) == short
+    assert causal_attention_unsupported(query, key, value) == expected

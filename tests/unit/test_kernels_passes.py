@@ -9,8 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from megatron_frozen import kernels, vocab_parallel_cross_entropy
+from megatron_frozen.autograd.causal_attention import causal_attention_unsupported
 from megatron_frozen.autograd.head_loss import FrozenHeadCrossEntropy, HeadPlan
 from megatron_frozen.autograd.rms_norm import RMSNormFunction
 from megatron_frozen.kernels import passes
@@ -230,3 +233,48 @@ def test_what_is_left_to_torch() -> None:
     assert not passes.takes(large.view(2, 2, 16, 64))
     assert not passes.takes(large, large.float())
     assert not passes.takes(torch.empty(64, 64, dtype=torch.bfloat16, device="meta"))
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["norm", "gate", "rotation"])
+def test_rows_that_are_windows_one_element_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty tensor like them has columns where they have rows."""
+    torch.manual_seed(0)
+    numbers, angles = torch.randn(8000).bfloat16(), torch.randn(10, 1, 1, 1000)
+    tables = RotaryTables(cos=torch.cat([angles.cos()] * 2, dim=-1).bfloat16(), sin=angles.sin().bfloat16())
+    function, given = {
+        "norm": (lambda x, w: RMSNormFunction.apply(x, w, 1e-5), [numbers.unfold(0, 2000, 1)[:10], numbers[:2000]]),
+        "gate": (_GateJoint.apply, [numbers.unfold(0, 2000, 1)[:10]]),
+        "rotation": (
+            lambda x: rotate(x, RotaryTables(cos=tables.cos.to(x.dtype), sin=tables.sin.to(x.dtype))),
+            [numbers.as_strided((10, 1, 1, 2000), (1, 1, 1, 1))],
+        ),
+    }[name]
+    for triple in three_ways(function, given, monkeypatch):
+        assert_as_near(*triple)
+
+
+@needs_kernels
+def test_gradients_without_an_address_are_left_to_torch() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(64, 96).bfloat16().requires_grad_(), torch.ones(96).bfloat16()
+    output = RMSNormFunction.apply(x, weight, 1e-5)
+    assert not passes.takes(torch.ops.aten._efficientzerotensor([64, 96], dtype=torch.bfloat16))
+    upstream = torch.randn(3, 64, 96).bfloat16()
+    (together,) = torch.autograd.grad(output, x, upstream, is_grads_batched=True, retain_graph=True)
+    for grad, ours in zip(upstream, together, strict=True):
+        (alone,) = torch.autograd.grad(output, x, grad, retain_graph=True)
+        assert relative_error(ours, alone.double()) < 4e-3
+
+
+@needs_kernels
+def test_real_tensors_where_fake_ones_are_made_or_a_graph_is_recorded() -> None:
+    """Outputs there have no address, or are filled behind the graph's back."""
+    large = torch.randn(1, 2, 64, 64).bfloat16()
+    assert passes.takes(large[0])
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert not passes.takes(large[0])
+        assert causal_attention_unsupported(large, large, large) is not None
+    graph = make_fx(lambda x: RMSNormFunction.apply(x, large[0, 0, 0], 1e-5))(large[0])
+    other = 2 + large[0]
+    assert relative_error(graph(other), RMSNormFunction.apply(other, large[0, 0, 0], 1e-5).double()) < 4e-3
