@@ -21,7 +21,7 @@ from megatron_frozen.autograd import (
     VocabParallelCrossEntropy,
 )
 from megatron_frozen.autograd.cross_entropy import IGNORED_TARGET
-from megatron_frozen.autograd.linear_products import ProductPlan, plan_alone
+from megatron_frozen.autograd.linear_products import ProductPlan, plan_for
 from megatron_frozen.comm.groups import Group, chosen_group, group_size
 from megatron_frozen.errors import ConfigError, LayoutError
 from megatron_frozen.main_grad import check_product, graph_target
@@ -81,9 +81,7 @@ def _plan(
     pieces: int,
     async_grad_allreduce: bool | None = None,
 ) -> ProductPlan:
-    """Return how ranks share the product: no all-reduce and no reduce-scatter on one of them.
-
-    An environment switch is read where it has a say, as reading one is a fortieth of what a small linear costs."""
+    """Return how ranks share the product, of options that fit together."""
     if async_grad_allreduce is not None:
         warnings.warn(
             "async_grad_allreduce is ignored, as Megatron-core ignores it since 0.11; pass allreduce_dgrad instead",
@@ -99,16 +97,12 @@ def _plan(
         raise ConfigError(
             f"allreduce_dgrad_pieces is {pieces}; give the number of pieces that dX travels in, 1 for whole"
         )
-    dgrad_in_fp32 = dgrad_in_fp32 or environment.switch(environment.LINEAR_DGRAD_FP32)
-    group = chosen_group(tp_group)
-    if group is None or group_size(group) == 1:
-        return plan_alone(dgrad_in_fp32=dgrad_in_fp32)
-    return ProductPlan(
-        group=group,
+    return plan_for(
+        chosen_group(tp_group),
         allreduce=allreduce_dgrad,
         sequence_parallel=sequence_parallel,
         dgrad_in_fp32=dgrad_in_fp32,
-        allreduce_in_fp32=allreduce_in_fp32 or environment.switch(environment.DGRAD_ALLREDUCE_FP32),
+        allreduce_in_fp32=allreduce_in_fp32,
         pieces=pieces,
     )
 

@@ -12,9 +12,9 @@ from functools import partial
 
 import torch
 
-from megatron_frozen import gemm
+from megatron_frozen import environment, gemm
 from megatron_frozen.comm import all_gather, all_reduce_, reduce_scatter
-from megatron_frozen.comm.groups import Group
+from megatron_frozen.comm.groups import Group, group_size
 from megatron_frozen.layout import Fold, fold_leading
 
 
@@ -48,9 +48,29 @@ class ProductPlan:
 _ALONE, _ALONE_IN_FP32 = ProductPlan(), ProductPlan(dgrad_in_fp32=True)
 
 
-def plan_alone(*, dgrad_in_fp32: bool) -> ProductPlan:
-    """Return the plan of a product that ranks do not share."""
-    return _ALONE_IN_FP32 if dgrad_in_fp32 else _ALONE
+def plan_for(
+    group: Group,
+    *,
+    allreduce: bool,
+    sequence_parallel: bool,
+    dgrad_in_fp32: bool = False,
+    allreduce_in_fp32: bool = False,
+    pieces: int = 1,
+) -> ProductPlan:
+    """Return how the ranks of ``group`` share a product, with the environment's fp32 switches; one rank shares nothing.
+
+    A switch is read where it has a say, as reading one is a fortieth of what a small linear costs."""
+    dgrad_in_fp32 = dgrad_in_fp32 or environment.switch(environment.LINEAR_DGRAD_FP32)
+    if group is None or group_size(group) == 1:
+        return _ALONE_IN_FP32 if dgrad_in_fp32 else _ALONE
+    return ProductPlan(
+        group=group,
+        allreduce=allreduce,
+        sequence_parallel=sequence_parallel,
+        dgrad_in_fp32=dgrad_in_fp32,
+        allreduce_in_fp32=allreduce_in_fp32 or environment.switch(environment.DGRAD_ALLREDUCE_FP32),
+        pieces=pieces,
+    )
 
 
 def forward_product(

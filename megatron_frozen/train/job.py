@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megatron_frozen import kernels
 from megatron_frozen.checkpoint.demo_model import fetch_demo_model
 from megatron_frozen.checkpoint.hf_folder import load_hf_folder, save_hf_folder
 from megatron_frozen.checkpoint.train_state import (
@@ -133,6 +134,8 @@ class _Job:
         self.reports = Reports(config, first_step=self.trainer.step, resumed=start.resume_from is not None)
         if config.fsdp and not is_cut(self.trainer.model):
             self.reports.say("fsdp has nothing to cut, as there is one data-parallel rank")
+        if self.device.type == "cpu" and config.dtype == "bf16" and (reason := kernels.absent()) is not None:
+            self.reports.say(f"steps take longer than they could, without the kernels for this CPU: {reason}")
         if config.compile:
             self.reports.say("the layers are compiled as they are first run, which takes a while")
         for data in (train_data, held_out):

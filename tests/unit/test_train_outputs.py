@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_frozen import kernels
 from megatron_frozen.errors import CheckpointError
+from megatron_frozen.train.job import train
 from megatron_frozen.train.metrics import MetricsFile, read_metrics
 from megatron_frozen.train.plot import plot_loss
 from megatron_frozen.train.progress import Progress
 from megatron_frozen.train.schedule import learning_rate_at
 from megatron_frozen.train.tensorboard import TensorBoardLog
 from tests.unit.disk_limit import largest_file
+from tests.unit.train_job_toy import toy_config
 
 
 def test_learning_rate_rises_then_falls_as_a_cosine():
@@ -111,3 +115,13 @@ def test_progress_on_a_terminal_is_a_bar(capsys, monkeypatch):
     assert "a word" in shown
     assert "2/2" in shown
     assert "loss 1.0000, 10 tokens/s" in shown
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_bf16_job_without_the_cpu_kernels_says_once_what_is_missing(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernels, "absent", lambda: "there is no C++ compiler here")
+    train(toy_config(tmp_path, max_steps=1, sample_max_new_tokens=0, dtype=dtype))
+    line = "steps take longer than they could, without the kernels for this CPU: there is no C++ compiler here"
+    assert capsys.readouterr().err.count(line) == (dtype == "bf16")

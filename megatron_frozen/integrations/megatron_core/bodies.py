@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from megatron_frozen import environment, gemm
+from megatron_frozen import gemm
 from megatron_frozen.autograd import LinearWithFrozenWeight, LinearWithGradAccumulationAndAsyncCommunication
 from megatron_frozen.autograd.grad_dtype import kept_grad_dtype
-from megatron_frozen.autograd.linear_products import ProductPlan
-from megatron_frozen.comm.groups import group_size
+from megatron_frozen.autograd.linear_products import plan_for
 from megatron_frozen.layout import fold_leading
 from megatron_frozen.main_grad import check_product, deliver_weight_gradient, graph_target
 
@@ -46,7 +45,7 @@ def frozen_pair(forward: Body, backward: Body) -> Pair:
         given = dict(zip(names, values, strict=True))
         ctx.is_ours = True
         input_, weight, bias, late_bias = _operands(given["input"], given["weight"], given["bias"])
-        plan = _plan(given, sequence_parallel=False)
+        plan = plan_for(given["tp_group"], allreduce=given["allreduce_dgrad"], sequence_parallel=False)
         output = _FROZEN_FORWARD(ctx, input_, weight, bias, plan.allreduce, plan.group, plan, _wider(given, input_))
         return output if late_bias is None else output + late_bias
 
@@ -97,7 +96,9 @@ def trainable_pair(forward: Body, backward: Body) -> Pair:
         weight, is_fused = given["weight"], given["gradient_accumulation_fusion"]
         check_product(weight, is_put_off=given["grad_output_buffer"] is not None)
         input_, cast_weight, bias, late_bias = _operands(given["input"], weight, given["bias"])
-        plan = _plan(given, sequence_parallel=given["sequence_parallel"])
+        plan = plan_for(
+            given["tp_group"], allreduce=given["allreduce_dgrad"], sequence_parallel=given["sequence_parallel"]
+        )
         is_traced = torch.compiler.is_compiling() and is_fused and weight.requires_grad
         output = _TRAINABLE_FORWARD(
             ctx, input_, cast_weight, bias, is_fused, plan.allreduce, plan.sequence_parallel,
@@ -146,19 +147,6 @@ def _operands(
     if bias is None or bias.dtype == input_.dtype:
         return input_, weight, bias, None
     return input_, weight, None, bias
-
-
-def _plan(given: dict[str, Any], *, sequence_parallel: bool) -> ProductPlan:
-    """Return how ranks share the product: no all-reduce and no reduce-scatter on one of them."""
-    group = given["tp_group"]
-    is_alone = group is None or group_size(group) == 1
-    return ProductPlan(
-        group=None if is_alone else group,
-        allreduce=given["allreduce_dgrad"] and not is_alone,
-        sequence_parallel=sequence_parallel and not is_alone,
-        dgrad_in_fp32=environment.switch(environment.LINEAR_DGRAD_FP32),
-        allreduce_in_fp32=environment.switch(environment.DGRAD_ALLREDUCE_FP32),
-    )
 
 
 def _wider(given: dict[str, Any], input_: torch.Tensor) -> torch.dtype | None:
