@@ -1,13 +1,15 @@
 """The only file that imports megatron-core, and only when something of it is asked for.
 
 ``core("transformer.spec_utils")`` is its module of that name, whose contents this package reads, subclasses and
-patches. Where TransformerEngine or apex is absent, megatron-core warns of it as it is imported; that stays as it is.
+patches. That TransformerEngine and apex are absent is no news of ours: what megatron-core warns of it as it is imported
+here is left out.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from types import ModuleType
 from typing import Any
 
@@ -26,9 +28,11 @@ def core(name: str = "") -> Any:
     if loaded is not None:
         return loaded
     try:
-        import megatron.core  # noqa: F401 - for the message below, whatever part of it was asked for
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=r"(Transformer Engine and )?Apex (is|are) not installed")
+            import megatron.core  # noqa: F401 - for the message below, whatever part of it was asked for
 
-        return importlib.import_module(full_name)
+            return importlib.import_module(full_name)
     except Exception as error:  # RuntimeError too: a TransformerEngine without its library raises that
         raise ConfigError(
             f"megatron-core cannot be imported, {full_name} failed with {type(error).__name__}: {error}; "
