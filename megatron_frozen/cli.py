@@ -1,6 +1,6 @@
 """The command line: `megatron-frozen COMMAND`, also `python -m megatron_frozen COMMAND`, alone or under torchrun.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage or config, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 wrong usage or config, 130 interrupted, 141 output that nobody reads any more.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from select import POLLERR, poll
 from typing import Any
 
 from megatron_frozen.bench.commands import NAMES, overview, run_bench
+from megatron_frozen.bench.runner import REPEATS
 from megatron_frozen.checkpoint.demo_model import fetch_demo_model
 from megatron_frozen.diagnostics.facts import aligned, facts_table, installed_version
 from megatron_frozen.environment import launched_rank
@@ -28,6 +30,7 @@ from megatron_frozen.train.job import train
 from megatron_frozen.train.launch import is_lost_rank
 from megatron_frozen.train.schema import DTYPES
 
+_UNREAD = 128 + signal.SIGPIPE  # as a shell has it
 _FIRST_RANK_SPEAKS_S = 10.0  # how long another rank leaves it to the first one to say what went wrong
 
 
@@ -40,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _rank_and_world_size()[0] == 0:
             _say("interrupted; a training run goes on from its last checkpoint if started again")
         return 130
+    except BrokenPipeError as error:
+        return _UNREAD if _is_reader_gone() else _fail(str(error), code=1)
     except (MegatronFrozenError, OSError) as error:
         return _fail(str(error), code=2 if isinstance(error, ConfigError) else 1)
     except Exception as error:  # the other ranks may be waiting for this one, so it speaks at once
@@ -57,11 +62,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def console_main() -> None:
     """Entry point of the script. After a failure the process ends without taking groups down, which could hang."""
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    try:
+        code = main()
+    except SystemExit:  # of argparse, which may have printed its help
+        if not _is_written_out():
+            os._exit(_UNREAD)
+        raise
+    if not _is_written_out():
+        code = code or _UNREAD
     if code:
         os._exit(code)
+
+
+def _is_written_out() -> bool:
+    """Write out what was printed, and return whether there was a reader for it."""
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BrokenPipeError:
+        return False
+    return True
+
+
+def _is_reader_gone() -> bool:
+    """Return whether stdout or stderr is a pipe that nobody reads any more, as `head` does after its lines."""
+    outputs = poll()
+    for descriptor in (1, 2):
+        outputs.register(descriptor, 0)
+    return any(event & POLLERR for _, event in outputs.poll(0))
 
 
 def _fail(message: str, *, code: int) -> int:
@@ -182,9 +210,15 @@ def _add_bench_options(command: argparse.ArgumentParser) -> None:
         help="where CSV files and pictures go (default: runs/benchmarks)",
     )
     command.add_argument("--device", choices=("cpu", "cuda"), help="cuda for gpu-check, else cpu (default)")
-    command.add_argument("--repeats", type=_positive, default=15, metavar="N", help="samples of each way (default 15)")
     command.add_argument(
-        "--only", default="", metavar="TEXT", help="of linear and growth, what has this in its name (default: all)"
+        "--repeats",
+        type=_positive,
+        metavar="N",
+        help=f"samples of each way (default {REPEATS}; growth and gpt-model as installed take at most 5, "
+        "lora-step and rl-step a number of their own)",
+    )
+    command.add_argument(
+        "--only", default="", metavar="TEXT", help="of linear or growth, what has this in its name (default: all)"
     )
     command.add_argument("--small", action="store_true", help="tiny sizes, to try it: its times mean nothing")
     command.set_defaults(run=run_bench)

@@ -13,6 +13,7 @@ at up to 4 pieces.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 
@@ -40,7 +41,7 @@ COLUMNS = ("layer", "ranks", "sequence_parallel", "scheme", "phase", *KINDS, "co
 
 def run(config: BenchConfig) -> None:
     """Count on 2 and on 4 ranks of this machine, time pieces on 2, print tables, write comm.csv and comm.png."""
-    mark = stamp("cpu")
+    mark = stamp(dataclasses.replace(config, device="cpu"))
     rows = [mark | row for num_ranks in RANKS for row in measure(num_ranks, small=config.small)]
     print(text_table(rows, COLUMNS), end="\n\n")
     targets = [mark | row for row in verdicts(rows)]

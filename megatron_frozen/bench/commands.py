@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron_frozen.bench import comm, gpt_model, gpu_check, growth, linear, lora_step, rl_step, wgrad
 from megatron_frozen.bench.report import write_page
-from megatron_frozen.bench.runner import BenchConfig
-from megatron_frozen.errors import MegatronFrozenError
+from megatron_frozen.bench.runner import REPEATS, BenchConfig
+from megatron_frozen.errors import ConfigError, MegatronFrozenError
 
 BENCHES: dict[str, tuple[Callable[[BenchConfig], None], str]] = {
     "wgrad": (wgrad.run, "cpu"),
@@ -24,6 +24,9 @@ BENCHES: dict[str, tuple[Callable[[BenchConfig], None], str]] = {
     "gpu-check": (gpu_check.run, "cuda"),
 }
 """name: (what runs it, its device unless another is asked for)."""
+
+WITH_CASES, OF_FIXED_STEPS = ("linear", "growth"), ("lora-step", "rl-step")
+"""What takes ``--only``, and what takes no ``--repeats`` of its own."""
 
 ALL, REPORT = "all", "report"
 NAMES = (*BENCHES, ALL, REPORT)
@@ -39,10 +42,20 @@ def overview() -> str:
 
 
 def run_bench(given: Any) -> None:
-    """Run what the command line ``given`` names."""
+    """Run what the command line ``given`` names.
+
+    Raises ConfigError for an option that it would not heed.
+    """
+    if given.only and given.name not in WITH_CASES:
+        raise ConfigError(
+            f"--only chooses among the cases of {' and '.join(WITH_CASES)} and was given to {given.name}; leave it out"
+        )
+    if given.repeats is not None and given.name in OF_FIXED_STEPS:
+        raise ConfigError(f"{given.name} takes as many steps as its figures need and no --repeats; leave it out")
     run, device = {ALL: (_run_all, "cpu"), REPORT: (_write_page, "cpu"), **BENCHES}[given.name]
     device = given.device or device
-    run(BenchConfig(output=given.output, device=device, repeats=given.repeats, small=given.small, only=given.only))
+    repeats = REPEATS if given.repeats is None else given.repeats
+    run(BenchConfig(output=given.output, device=device, repeats=repeats, small=given.small, only=given.only))
 
 
 def _write_page(config: BenchConfig) -> None:
@@ -67,6 +80,8 @@ def _run_all(config: BenchConfig) -> None:
         print(f"=== {name}", flush=True)
         try:
             run(config)
+        except BrokenPipeError:  # nobody reads on
+            raise
         except Exception as error:  # the others are worth having
             traceback.print_exc()
             failed[name] = error

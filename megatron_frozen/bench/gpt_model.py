@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -65,7 +66,7 @@ def run(config: BenchConfig) -> None:
         rows += verdicts(rows, sizes)
     times, targets = ([row for row in rows if row["kind"] == kind] for kind in ("time", "target"))
     print(text_table(times, COLUMNS), text_table(targets, ("figure", "value", "target", "met")), sep="\n\n")
-    mark = stamp(config.device) | {"megatron_core": upstream.version()}
+    mark = stamp(config) | {"megatron_core": upstream.version()}
     write_csv(config.output / "gpt_model.csv", [mark | row for row in rows])
     bars = {str(row["way"]): {name: number(row, f"{name}_ms") for name in ("forward", "backward")} for row in times}
     title = f"GPTModel, frozen, V={sizes.vocab}, s={sizes.seq}, bf16"
@@ -167,25 +168,10 @@ def _patch_for(way: str) -> contextlib.AbstractContextManager[object]:
 
 def _model(sizes: Sizes, *, dtype: torch.dtype) -> Any:
     """Return a Llama-like GPTModel with adapters, the same for every call up to the rounding of its numbers."""
-    config = upstream.core("transformer").TransformerConfig(
-        num_layers=sizes.num_layers,
-        hidden_size=sizes.hidden,
-        ffn_hidden_size=3 * sizes.hidden,
-        num_attention_heads=4,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        params_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-    )
+    transformer_config = upstream.core("transformer").TransformerConfig
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="full scope is deprecated")  # which is a default of its own
+        config = transformer_config(**_model_options(sizes, dtype=dtype))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = upstream.core("models.gpt").GPTModel(
@@ -205,6 +191,28 @@ def _model(sizes: Sizes, *, dtype: torch.dtype) -> Any:
             ):  # fmt: skip
                 _add_adapter(linear)
     return model.to(dtype)
+
+
+def _model_options(sizes: Sizes, *, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "num_layers": sizes.num_layers,
+        "hidden_size": sizes.hidden,
+        "ffn_hidden_size": 3 * sizes.hidden,
+        "num_attention_heads": 4,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+    }
 
 
 def _add_adapter(linear: Any) -> None:

@@ -13,13 +13,13 @@ from megatron_frozen.errors import MegatronFrozenError
 
 
 def run(config: BenchConfig) -> None:
-    """Check all backends, time the sweep and the weight gradients, print tables, write gpu-check.csv.
+    """Check all backends, time the sweep and the weight gradients, print tables, write gpu_check.csv.
 
     The file is written before failed checks are told. Raises MegatronFrozenError, naming them."""
-    mark = stamp(config.device)
+    mark = stamp(config)
     in_features, out_features = (48, 72) if config.small else (1024, 768)
     checks = [mark | row for row in check_backends(config.device, in_features=in_features, out_features=out_features)]
-    path = config.output / "gpu-check.csv"
+    path = config.output / "gpu_check.csv"
     write_csv(path, checks)  # kept should a kernel take the process down later
     print(_summary(checks), end="\n\n")
     times = [mark | row for row in sweep(config)]
@@ -57,5 +57,5 @@ def _tell(checks: Sequence[Row]) -> None:
         named = "; ".join(f"{row['backend']}, {row['check']}, {row['operands']}: {row['outcome']}" for row in bad[:5])
         raise MegatronFrozenError(
             f"{len(bad)} of {len(checks)} checks of matrix backends did not hold to {TOLERANCE}: {named}; "
-            f"see gpu-check.csv, and set MEGATRON_FROZEN_GEMM to another backend"
+            f"see gpu_check.csv, and set MEGATRON_FROZEN_GEMM to another backend"
         )

@@ -43,7 +43,7 @@ def run(config: BenchConfig) -> None:
 
     Raises ConfigError where ``config.only`` names no size.
     """
-    mark = stamp("cpu")
+    mark = stamp(dataclasses.replace(config, device="cpu"))
     rows: list[Row] = []
     targets: list[Row] = []
     for size in SIZES:

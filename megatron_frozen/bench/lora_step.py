@@ -24,10 +24,12 @@ from megatron_frozen.bench.targets import at_least, at_most, number
 from megatron_frozen.bench.workers import Build, Run, Step, take_turns
 from megatron_frozen.checkpoint import load_hf_folder, save_hf_folder
 from megatron_frozen.checkpoint.demo_model import fetch_demo_model
+from megatron_frozen.errors import ConfigError
 from megatron_frozen.gemm import peers
 from megatron_frozen.layers import ModelParallelConfig
 from megatron_frozen.lora import LoraConfig, apply_lora, load_adapter, save_adapter
 from megatron_frozen.models import CausalLM, DecoderConfig
+from megatron_frozen.train import compiling
 
 SHAPE, SMALL_SHAPE = (20, 4, 512), (4, 2, 32)  # steps, batch, sequence
 RANK, LEARNING_RATE = 16, 2e-4
@@ -41,12 +43,16 @@ COLUMNS = ("way", "median_s", "samples", "tokens_per_s", "ratio_to_floor", "peak
 
 
 def run(config: BenchConfig) -> None:
-    """Measure, print the table with its targets, write lora_step.csv and lora_step.png."""
+    """Measure, print the table with its targets, write lora_step.csv and lora_step.png.
+
+    Raises ConfigError where torch.compile does not work."""
+    if (why_not := compiling.unsupported()) is not None:
+        raise ConfigError(f"lora-step compiles two of its ways, but {why_not}; install a C++ compiler")
     rows = measure(config)
     print(text_table(rows, COLUMNS), end="\n\n")
     targets = verdicts({str(row["way"]): row for row in rows})
     print(text_table(targets, ("figure", "value", "target", "met")))
-    write_csv(config.output / "lora_step.csv", [stamp(config.device) | row for row in rows + targets])
+    write_csv(config.output / "lora_step.csv", [stamp(config) | row for row in rows + targets])
     seconds = {str(row["way"]): {"step": number(row, "median_s")} for row in rows}
     bar_picture(config.output / "lora_step.png", seconds, title="LoRA step, SmolLM2-135M, 4 x 512, r=16", label="s")
 

@@ -6,12 +6,11 @@ import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_frozen.bench.runner import BenchConfig, shown, stamp
+from megatron_frozen.bench.runner import ALL_CASES, SMALL, STAMP, BenchConfig, shown
 from megatron_frozen.errors import ConfigError
 from megatron_frozen.io import atomic_write
 
 PAGE, NOTES = "README.md", "notes"
-_MACHINE = tuple(stamp("cpu"))
 _MAX_ROWS = 400
 _HEAD = """# Benchmarks
 
@@ -40,7 +39,8 @@ def write_page(config: BenchConfig, *, abouts: Mapping[str, str]) -> None:
     for name, rows in found.items():
         note = notes.pop(name).read_text(encoding="utf-8").strip() if name in notes else ""
         picture = f"![{name}]({name}.png)" if (config.output / f"{name}.png").exists() else ""
-        parts.append(_section(name, rows, lead=(abouts.get(_bench(name), ""), picture), note=note))
+        lead = (_limits(rows), abouts.get(_bench(name), ""), picture)
+        parts.append(_section(name, rows, lead=lead, note=note))
     page = config.output / PAGE
     with atomic_write(page) as temporary:
         temporary.write_text("\n".join(parts), encoding="utf-8")
@@ -70,11 +70,22 @@ def _summary(found: Mapping[str, Rows]) -> str:
     for name, rows in found.items():
         targets = [row for row in rows if row.get("met")]
         met = sum(row["met"] == "yes" for row in targets)
-        facts = {column: ", ".join(sorted({row[column] for row in rows if row.get(column)})) for column in _MACHINE}
+        facts = {column: ", ".join(sorted({row[column] for row in rows if row.get(column)})) for column in STAMP}
         facts["date"] = min((row["date"] for row in rows if row.get("date")), default="")[:10]
         line = {"benchmark": f"[{name}](#{name})", "targets met": f"{met} of {len(targets)}" if targets else ""}
         lines.append(line | facts)
-    return _table(lines, ["benchmark", "targets met", *_MACHINE])
+    known = [column for column in STAMP if any(line[column] for line in lines)]
+    return _table(lines, ["benchmark", "targets met", *known])
+
+
+def _limits(rows: Rows) -> str:
+    """Return what keeps the rows from being results of the whole benchmark, if anything does."""
+    limits = []
+    if any(row.get("sizes") == SMALL for row in rows):
+        limits.append("**Tiny sizes, which only try the code: these figures are no results.**")
+    cases = {row.get("cases", ALL_CASES) for row in rows}
+    limits += [f"**Only the cases with '{text}' in their names.**" for text in sorted(cases - {ALL_CASES})]
+    return " ".join(limits)
 
 
 def _section(name: str, rows: Rows, *, lead: Sequence[str], note: str) -> str:
@@ -96,7 +107,7 @@ def _section(name: str, rows: Rows, *, lead: Sequence[str], note: str) -> str:
 def _telling_columns(rows: Rows) -> list[str]:
     """Return the columns in which these rows say something that the summary does not: of what each row is stamped
     with, what differs between them, such as threads."""
-    same = {column for column in _MACHINE if len({row[column] for row in rows if column in row}) == 1}
+    same = {column for column in STAMP if len({row[column] for row in rows if column in row}) == 1}
     return [column for column in rows[0] if column not in {*same, "date", "kind"} and any(row[column] for row in rows)]
 
 

@@ -63,7 +63,7 @@ def run(config: BenchConfig) -> None:
     print(text_table(rows, COLUMNS), end="\n\n")
     targets = verdicts({str(row["way"]): row for row in rows})
     print(text_table(targets, ("figure", "value", "target", "met")))
-    write_csv(config.output / "rl_step.csv", [stamp(config.device) | row for row in rows + targets])
+    write_csv(config.output / "rl_step.csv", [stamp(config) | row for row in rows + targets])
     seconds = {
         str(row["way"]): {"forward + backward": number(row, "forward_backward_s"), "step": number(row, "step_s")}
         for row in rows

@@ -22,8 +22,13 @@ import torch
 from megatron_frozen.diagnostics.facts import aligned, cpu_name, installed_version
 from megatron_frozen.errors import ConfigError
 from megatron_frozen.io import atomic_write, write_picture
+from megatron_frozen.kernels import absent
 
 Row = dict[str, object]
+REPEATS = 15
+STAMP = ("date", "cpu", "device", "cores", "python", "torch", "megatron_frozen", "transformer_engine", "transformers",
+         "peft", "threads", "kernels", "sizes", "cases")  # fmt: skip
+FULL, SMALL, ALL_CASES = "full", "small", "all"
 _SAMPLE_S = 2e-3  # one sample of a short call is a loop of about this length
 _MAX_CALLS = 50
 _MIB = 2**20
@@ -38,7 +43,7 @@ class BenchConfig:
     """Folder for its CSV and PNG files."""
     device: str = "cpu"
     """Device type, cpu or cuda."""
-    repeats: int = 15
+    repeats: int = REPEATS
     """Samples of each way; the median counts."""
     small: bool = False
     """Tiny sizes: the same code in seconds, its times mean nothing."""
@@ -73,8 +78,10 @@ def medians_ms(ways: Mapping[str, Callable[[], object]], *, config: BenchConfig)
 
 
 def once_ms(way: Callable[[], object], *, config: BenchConfig) -> float:
-    """Return the time of one call with none before it: for a way so slow that neither would change its figure."""
-    return (_cuda_s if config.device == "cuda" else _cpu_s)(way, calls=1) * 1e3
+    """Return the time of one call, the second, as the first one also sets up what it needs."""
+    clock = _cuda_s if config.device == "cuda" else _cpu_s
+    clock(way, calls=1)
+    return clock(way, calls=1) * 1e3
 
 
 def _cpu_s(way: Callable[[], object], *, calls: int) -> float:
@@ -149,12 +156,13 @@ def num_threads(num: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def stamp(device: str) -> Row:
-    """Return what a figure means nothing without: date, processors, versions, threads. No path and no host name."""
+def stamp(config: BenchConfig) -> Row:
+    """Return what a figure means nothing without: date, processors, versions, threads, whether the CPU's kernels are
+    there, and how much was measured. No path and no host name. Its columns are ``STAMP``."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "cpu": cpu_name(),
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name() if config.device == "cuda" else "cpu",
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -163,6 +171,9 @@ def stamp(device: str) -> Row:
         "transformers": installed_version("transformers"),
         "peft": installed_version("peft"),
         "threads": torch.get_num_threads(),
+        "kernels": "yes" if absent() is None else "no",
+        "sizes": SMALL if config.small else FULL,
+        "cases": config.only or ALL_CASES,
     }
 
 

@@ -43,7 +43,7 @@ def run(config: BenchConfig) -> None:
     rows: list[Row] = []
     for threads in (1, 2) if config.device == "cpu" else (torch.get_num_threads(),):
         with num_threads(threads):
-            rows += [stamp(config.device) | row for shape in shapes for row in measure(shape, config=config)]
+            rows += [stamp(config) | row for shape in shapes for row in measure(shape, config=config)]
     print(text_table(rows, COLUMNS), end="\n\n")
     targets = [row for measured in _by_case(rows) for row in verdicts(measured)]
     print(text_table(targets, ("threads", "tokens", "out_features", "in_features", "figure", "value", "target", "met")))

@@ -6,6 +6,7 @@ machine does hit all of them.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import statistics
 import sys
@@ -56,7 +57,8 @@ class _Worker:
 
     def ask(self, question: int | None) -> Mapping[str, float]:
         """Return the figures of the step of that number; for None, the peak in MiB as ``peak_mib``."""
-        self._end.send(question)
+        with contextlib.suppress(BrokenPipeError):  # its process ended, as the answer says
+            self._end.send(question)
         return self.answer()
 
     def answer(self) -> Mapping[str, float]:

@@ -21,7 +21,7 @@ from megatron_frozen.bench.comm_ranks import (
     STEP,
     count,
 )
-from megatron_frozen.bench.runner import Row, stamp
+from megatron_frozen.bench.runner import STAMP, Row
 from megatron_frozen.cli import main
 from megatron_frozen.testing import run_ranks
 
@@ -84,7 +84,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "comm", "--small", "--output", str(tmp_path)]) == 0
     with (tmp_path / "comm.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert all(row[column] for row in rows for column in stamp("cpu"))
+    assert all(row[column] for row in rows for column in STAMP)
     assert len([row for row in rows if row["kind"] == "count"]) == 2 * 2 * 5 * 3
     targets = [row for row in rows if row["kind"] == "target"]
     assert len(targets) == 2 * 2 * 2 * 2 * 2

@@ -14,12 +14,10 @@ from megatron_frozen.bench import wgrad
 from megatron_frozen.bench.backend_checks import CASES, check_backends
 from megatron_frozen.bench.commands import NAMES
 from megatron_frozen.bench.dispatch_sweep import LAYOUTS
-from megatron_frozen.bench.runner import stamp
+from megatron_frozen.bench.runner import STAMP
 from megatron_frozen.cli import main
 from megatron_frozen.gemm import reference, select
 from megatron_frozen.gemm.request import Product, Request
-
-STAMP = set(stamp("cpu"))
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -30,7 +28,7 @@ def read(path: Path) -> list[dict[str, str]]:
 def test_wgrad(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "wgrad", "--small", "--repeats", "1", "--output", str(tmp_path)]) == 0
     rows = read(tmp_path / "wgrad.csv")
-    assert set(rows[0]) >= STAMP | set(wgrad.COLUMNS)
+    assert set(rows[0]) >= {*STAMP, *wgrad.COLUMNS}
     assert all(row[column] for row in rows for column in STAMP)
     assert {row["threads"] for row in rows} == {"1", "2"}
     for row in rows:
@@ -60,7 +58,7 @@ def test_a_target_is_met_or_missed() -> None:
 def test_gpu_check_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["bench", "gpu-check", "--device", "cpu", "--small", "--repeats", "1", "--output", str(tmp_path)]
     assert main(arguments) == 0
-    rows = read(tmp_path / "gpu-check.csv")
+    rows = read(tmp_path / "gpu_check.csv")
     assert all(row[column] for row in rows for column in STAMP)
     checks = [row for row in rows if row["kind"] == "check"]
     assert {row["backend"] for row in checks} == {backend.NAME for backend in select.backends("cpu")}
@@ -181,7 +179,7 @@ def test_a_failed_check_fails_the_command_after_the_file_is_written(
     assert main(arguments) == 1
     error = capsys.readouterr().err
     assert "checks of matrix backends did not hold to 1e-05: suspect, overwrite a NaN bucket, bfloat16: wrong" in error
-    assert any(row["outcome"] == "wrong" for row in read(tmp_path / "gpu-check.csv"))
+    assert any(row["outcome"] == "wrong" for row in read(tmp_path / "gpu_check.csv"))
 
 
 def test_without_a_gpu_the_check_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,6 +206,23 @@ def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureF
         main(arguments)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["wgrad", "--only", "x"], "--only chooses among the cases of linear and growth and was given to wgrad; leave"),
+        (["all", "--only", "rank"], "among the cases of linear and growth and was given to all; leave it out"),
+        (["lora-step", "--repeats", "2"], "lora-step takes as many steps as its figures need and no --repeats; leave"),
+        (["rl-step", "--repeats", "2"], "rl-step takes as many steps as its figures need and no --repeats; leave"),
+    ],
+)
+def test_an_option_that_would_not_be_heeded_is_refused(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments, "--small", "--output", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
 
 
 def test_env_prints_the_backends(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import torch
 from megatron_frozen.bench import linear
 from megatron_frozen.bench.linear import BARE, BOTH, DGRAD, FLATTEN, FORWARD, OLD, OURS, TORCH
 from megatron_frozen.bench.linear_cases import Case, cases
-from megatron_frozen.bench.runner import BenchConfig, Row, stamp
+from megatron_frozen.bench.runner import STAMP, BenchConfig, Row
 from megatron_frozen.cli import main
 from megatron_frozen.diagnostics import Recorder
 from megatron_frozen.gemm import peers
@@ -60,7 +60,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[s
 
 def test_rows_are_stamped_and_whole(written: tuple[Path, list[dict[str, str]]]) -> None:
     folder, rows = written
-    assert all(row[column] for row in rows for column in stamp("cpu"))
+    assert all(row[column] for row in rows for column in STAMP)
     times = {(row["case"], row["product"], row["way"]): row for row in rows if row["kind"] == "time"}
     for case in SMALL:
         for product, ways in ((FORWARD, {OLD}), (DGRAD, {OLD}), (BOTH, set())):
@@ -101,6 +101,17 @@ def test_the_time_of_a_slow_old_way_is_that_of_an_eighth_times_8(
     old = next(row for row in rows if row["way"] == OLD)
     assert (old["median_ms"], old["samples"]) == (800.0, 0)
     assert "copied_bytes" not in old
+
+
+def test_an_old_way_that_takes_no_time_is_sampled_like_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """However far above the bare product it is, as at tiny sizes."""
+    case = next(case for case in SMALL if case.name.startswith("transposed leading"))
+    times = iter((12.0, 0.1))
+    monkeypatch.setattr(linear, "once_ms", lambda *_, **__: next(times))
+    rows = linear._measure(case, DGRAD, config=BenchConfig(output=tmp_path, repeats=1))
+    assert {row["samples"] for row in rows} == {1}
 
 
 def measured(times: Mapping[str, float], **more: object) -> list[Row]:

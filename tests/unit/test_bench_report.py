@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ from megatron_frozen.bench.targets import at_least, at_most, number
 from megatron_frozen.cli import main
 from megatron_frozen.errors import MegatronFrozenError
 
+CONFIG = BenchConfig(output=Path())
+
 
 def fill(folder: Path) -> None:
-    mark = stamp("cpu")
+    mark = stamp(CONFIG)
     rows: list[Row] = [mark | {"kind": "time", "way": "ours|new", "median_ms": 12.3456, "unused": ""}]
     rows += [mark | {"kind": "time", "way": str(index), "median_ms": 1e-5} for index in range(500)]
     rows += [mark | at_most("ratio", 1.04, limit=1.05, of={"shape": "8x8"})]
@@ -32,7 +35,7 @@ def test_page(tmp_path: Path) -> None:
     assert [line for line in lines if line.startswith("## ")] == ["## wgrad", "## gpu_check"]
     summary = {line.split(" | ")[0]: line for line in lines if line.startswith("| [")}
     assert "| 1 of 2 |" in summary["| [wgrad](#wgrad)"]
-    mark = stamp("cpu")
+    mark = stamp(CONFIG)
     for fact in ("cpu", "torch", "python", "megatron_frozen"):
         assert f"| {mark[fact]} |" in summary["| [gpu_check](#gpu_check)"]
     assert "| 8x8 | ratio | 1.04 | at most 1.05 | yes |" in lines
@@ -68,12 +71,32 @@ def test_a_note_stands_under_the_targets_of_its_benchmark(tmp_path: Path, capsys
 
 
 def test_what_differs_between_stamps_tells_rows_apart(tmp_path: Path) -> None:
-    stamps = [stamp("cpu") | {"threads": threads, "date": f"2026-01-0{threads}"} for threads in (1, 2)]
+    stamps = [stamp(CONFIG) | {"threads": threads, "date": f"2026-01-0{threads}"} for threads in (1, 2)]
     write_csv(tmp_path / "wgrad.csv", [mark | at_most("ratio", 1.0, limit=2, of={"shape": "8"}) for mark in stamps])
     assert main(["bench", "report", "--output", str(tmp_path)]) == 0
     lines = (tmp_path / "README.md").read_text(encoding="utf-8").splitlines()
     header = lines.index("| threads | shape | figure | value | target | met |")
     assert lines[header + 2 :][:2] == [f"| {threads} | 8 | ratio | 1 | at most 2 | yes |" for threads in (1, 2)]
+
+
+def test_what_is_no_result_of_the_whole_benchmark_is_said(tmp_path: Path) -> None:
+    configs = {"wgrad": CONFIG, "linear": dataclasses.replace(CONFIG, small=True, only="rank 4")}
+    for name, config in configs.items():
+        write_csv(tmp_path / f"{name}.csv", [stamp(config) | at_most("ratio", 1.0, limit=2, of={"shape": "8"})])
+    assert main(["bench", "report", "--output", str(tmp_path)]) == 0
+    whole, part = (tmp_path / "README.md").read_text(encoding="utf-8").split("\n## ")[1:]
+    said = ["Tiny sizes, which only try the code: these figures are no results.", "with 'rank 4' in their names"]
+    assert [text in part for text in said] == [True, True]
+    assert [text in whole for text in said] == [False, False]
+
+
+def test_files_from_before_a_column_of_the_stamp_still_make_a_page(tmp_path: Path) -> None:
+    old = {column: value for column, value in stamp(CONFIG).items() if column not in ("kernels", "sizes", "cases")}
+    write_csv(tmp_path / "wgrad.csv", [old | at_most("ratio", 1.0, limit=2, of={"shape": "8"})])
+    assert main(["bench", "report", "--output", str(tmp_path)]) == 0
+    page = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "| threads |\n" in page
+    assert "**" not in page
 
 
 def test_a_folder_without_results_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,13 +115,25 @@ def test_all_runs_what_needs_no_gpu_and_names_what_failed(
 
     def works(config: BenchConfig) -> None:
         ran.append("works")
-        write_csv(config.output / "works.csv", [stamp("cpu") | at_most("ratio", 1, limit=2, of={})])
+        write_csv(config.output / "works.csv", [stamp(CONFIG) | at_most("ratio", 1, limit=2, of={})])
 
     monkeypatch.setattr(commands, "BENCHES", {"fails": (fails, "cpu"), "works": (works, "cpu"), "gpu": (fails, "cuda")})
     assert main(["bench", "all", "--output", str(tmp_path)]) == 1
     assert ran == ["fails", "works"]
     assert "1 of these benchmarks ended early, see above (fails: no peer is installed)" in capsys.readouterr().err
     assert "[works](#works) | 1 of 1 |" in (tmp_path / "README.md").read_text(encoding="utf-8")
+
+
+def test_all_ends_where_nobody_reads_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def unread(config: BenchConfig) -> None:
+        ran.append("unread")
+        raise BrokenPipeError
+
+    monkeypatch.setattr(commands, "BENCHES", {"first": (unread, "cpu"), "second": (unread, "cpu")})
+    assert main(["bench", "all", "--output", str(tmp_path)]) == 1
+    assert ran == ["unread"]
 
 
 def test_a_target() -> None:

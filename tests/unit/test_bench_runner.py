@@ -13,6 +13,7 @@ import torch
 
 from megatron_frozen.bench import runner
 from megatron_frozen.bench.runner import (
+    STAMP,
     BenchConfig,
     bar_picture,
     extra_mib,
@@ -52,10 +53,10 @@ def test_short_calls_are_timed_in_a_loop(tmp_path: Path) -> None:
     assert calls == 2 + 2 * 50
 
 
-def test_a_slow_way_is_called_once(tmp_path: Path) -> None:
-    calls: list[int] = []
-    assert once_ms(lambda: calls.append(1), config=BenchConfig(output=tmp_path)) > 0
-    assert calls == [1]
+def test_a_slow_way_is_timed_once_when_it_is_warm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seconds = iter([9.0, 2.0])  # the first call sets up what it needs
+    monkeypatch.setattr(runner, "_cpu_s", lambda _, *, calls: calls * next(seconds))
+    assert once_ms(lambda: None, config=BenchConfig(output=tmp_path)) == 2e3
 
 
 def test_memory_of_one_call() -> None:
@@ -82,13 +83,25 @@ def test_threads_are_given_back() -> None:
     assert torch.get_num_threads() == before
 
 
-def test_the_stamp_names_machine_and_versions_but_no_place() -> None:
-    mark = stamp("cpu")
+def test_the_stamp_names_machine_and_versions_but_no_place(tmp_path: Path) -> None:
+    mark = stamp(BenchConfig(output=tmp_path))
     versions = {"python", "torch", "megatron_frozen", "transformer_engine", "transformers", "peft"}
-    assert set(mark) == {"date", "cpu", "cores", "device", "threads"} | versions
+    assert set(mark) == {"date", "cpu", "cores", "device", "threads", "kernels", "sizes", "cases"} | versions
+    assert tuple(mark) == STAMP
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", str(mark["date"]))
     assert mark["torch"] == torch.__version__
     assert not re.search(r"/(home|root|work|tmp|usr)/", str(mark))
+
+
+def test_the_stamp_says_how_much_was_measured_and_by_which_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for why_not, said in ((None, "yes"), ("there is no C++ compiler here", "no")):
+        monkeypatch.setattr(runner, "absent", lambda why_not=why_not: why_not)
+        assert stamp(BenchConfig(output=tmp_path))["kernels"] == said
+    whole, part = (stamp(BenchConfig(output=tmp_path, small=small, only="x" * small)) for small in (False, True))
+    assert (whole["sizes"], whole["cases"]) == ("full", "all")
+    assert (part["sizes"], part["cases"]) == ("small", "x")
 
 
 def test_csv_and_table(tmp_path: Path) -> None:

@@ -16,11 +16,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from megatron_frozen.bench import hf_peers, lora_step, rl_step, workers
-from megatron_frozen.bench.runner import Row
+from megatron_frozen.bench.runner import BenchConfig, Row
 from megatron_frozen.bench.workers import Run, Step, take_turns
 from megatron_frozen.diagnostics import Recorder
-from megatron_frozen.errors import MegatronFrozenError
+from megatron_frozen.errors import ConfigError, MegatronFrozenError
 from megatron_frozen.gemm import peers
+from megatron_frozen.train import compiling
 
 SHAPE = (4, 2, 16)
 
@@ -104,6 +105,15 @@ def test_a_text_longer_than_a_model_takes_is_no_news(tmp_path: Path, caplog: pyt
         logger.removeHandler(caplog.handler)
     assert rows.tolist() == [[[0, 1, 0], [1, 0, 1]]]
     assert "Token indices sequence length is longer" in caplog.text, "what it says unless told not to"
+
+
+def test_a_lora_step_without_a_compiler_is_refused_before_anything_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "unsupported", lambda: "torch.compile fails on this machine")
+    monkeypatch.setattr(lora_step, "measure", lambda _: pytest.fail("it began"))
+    with pytest.raises(ConfigError, match=r"lora-step compiles two of its ways, but torch\.compile fails"):
+        lora_step.run(BenchConfig(output=tmp_path, small=True))
 
 
 def test_full_fine_tuning_and_the_floor_step_too(base: tuple[Path, Path]) -> None:
