@@ -7,6 +7,7 @@ import ctypes
 import fcntl
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -33,15 +34,19 @@ def library() -> ctypes.CDLL | str:
     target = Path(cache_home(), "megatron_frozen", f"kernels-{_fingerprint()}.so")
     if (kernels := _loaded(target)) is not None:
         return kernels
-    compiler = (text(CXX) or "").strip() or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
+    wish, found = text(CXX) or "", shutil.which("g++") or shutil.which("clang++")
+    try:
+        compiler = shlex.split(wish) or ([found] if found else [])
+    except ValueError as error:
+        return f"the environment variable CXX is no command ({error}): {wish}"
+    if not compiler:
         return "there is no C++ compiler here: install g++, or name one in the environment variable CXX"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _alone_in(target.parent):
             return _loaded(target) or _compiled(compiler, target)
     except (OSError, subprocess.SubprocessError) as error:
-        return f"the C++ compiler {compiler} made no kernels in {target.parent}: {_reason(error)}"
+        return f"the C++ compiler {shlex.join(compiler)} made no kernels in {target.parent}: {_reason(error)}"
 
 
 def _fingerprint() -> str:
@@ -71,12 +76,12 @@ def _alone_in(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _compiled(compiler: str, target: Path) -> ctypes.CDLL:
+def _compiled(compiler: list[str], target: Path) -> ctypes.CDLL:
     """Put into the cache only what can be loaded."""
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made = Path(scratch, target.name)
-        command = [*compiler.split(), *_FLAGS, *map(str, sorted(_SOURCES.glob("*.cpp"))), "-o", str(made)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_LONGEST_S)
+        command = [*compiler, *_FLAGS, *map(str, sorted(_SOURCES.glob("*.cpp"))), "-o", str(made)]
+        subprocess.run(command, check=True, capture_output=True, timeout=_LONGEST_S)
         kernels = ctypes.CDLL(str(made))
         os.replace(made, target)
     return kernels
@@ -84,6 +89,6 @@ def _compiled(compiler: str, target: Path) -> ctypes.CDLL:
 
 def _reason(error: Exception) -> str:
     """Return a line of what the compiler said, or else of what happened to it."""
-    said = error.stderr if isinstance(error, subprocess.CalledProcessError) else None
-    lines = (said or str(error)).strip().splitlines()
+    said = error.stderr if isinstance(error, subprocess.CalledProcessError) else b""
+    lines = (said.decode(errors="replace") or str(error)).strip().splitlines()
     return next((line for line in lines if "error" in line), lines[0] if lines else repr(error))

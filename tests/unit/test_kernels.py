@@ -72,20 +72,28 @@ def test_without_a_compiler_they_say_what_to_install(empty_cache: Path, monkeypa
     [
         ("echo 'x.cpp:1: error: no such flag' >&2; exit 1", "x.cpp:1: error: no such flag"),
         ("exit 3", "returned non-zero exit status 3"),
+        (r"printf '\377 error in no encoding\n' >&2; exit 1", "\ufffd error in no encoding"),
         ('while [ "$1" != -o ]; do shift; done; echo nonsense > "$2"', "file too short"),
     ],
-    ids=["refused", "silent", "corrupt"],
+    ids=["refused", "silent", "not text", "corrupt"],
 )
 def test_a_compiler_that_fails_leaves_no_half_made_file(
     script: str, reason: str, empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiler = program(tmp_path / "compiler", script)
+    compiler = shlex.quote(program(tmp_path / "a compiler", script))
     monkeypatch.setenv("CXX", compiler)
     found = build.library.__wrapped__()
     assert isinstance(found, str)
     assert found.startswith(f"the C++ compiler {compiler} made no kernels in {empty_cache}: ")
     assert reason in found
     assert list(empty_cache.iterdir()) == []
+
+
+def test_a_compiler_that_is_no_command_is_named(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "g++ 'unclosed")
+    found = build.library.__wrapped__()
+    assert found == "the environment variable CXX is no command (No closing quotation): g++ 'unclosed"
+    assert not empty_cache.exists()
 
 
 @needs_kernels
