@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import itertools
 import mmap
+import shlex
 import shutil
 import stat
 import subprocess
