@@ -15,7 +15,6 @@ import torch
 
 from megatron_frozen import kernels
 from megatron_frozen.autograd.once import once_differentiable
-from megatron_frozen.kernels.cpu import in_memory
 
 MIN_LENGTH = 64  # half a block; below, padding to one costs more than the products save
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -24,7 +23,8 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def causal_attention_unsupported(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str | None:
     """Return why ``CausalAttention`` should leave these heads to torch, as the end of a sentence; None if it runs."""
     heads = query, key, value
-    if any(part.device.type != "cpu" or part.dtype != torch.bfloat16 for part in heads) or not in_memory(*heads):
+    are_read = all(part.device.type == "cpu" and part.dtype == torch.bfloat16 for part in heads)
+    if not are_read or not kernels.in_memory(*heads):
         return "it is for bf16 tensors on a CPU"
     length, head_dim = query.shape[2:]
     if {query.shape[2:], key.shape[2:], value.shape[2:]} != {query.shape[2:]} or length < MIN_LENGTH or head_dim % 2:

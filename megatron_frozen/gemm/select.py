@@ -16,7 +16,7 @@ from typing import cast
 
 import torch
 
-from megatron_frozen import environment
+from megatron_frozen import environment, kernels
 from megatron_frozen.errors import ConfigError, LayoutError, nearest
 from megatron_frozen.gemm import apex, brgemm, mkl, reference, torch_cuda, transformer_engine
 from megatron_frozen.gemm.request import Backend, Product, Request, add_bias_, bias_sum, oriented, result_shape
@@ -27,7 +27,6 @@ _ORDER: dict[str, tuple[Backend, ...]] = {
 }
 _ELSEWHERE: tuple[Backend, ...] = (cast(Backend, reference),)
 _SMALL = 2**21  # multiply-adds below which the others were not faster than the reference on a CPU
-_DISPATCH = "__torch_dispatch__"  # no name that pyright knows
 BACKENDS: dict[str, Backend] = {backend.NAME: backend for order in _ORDER.values() for backend in order}
 
 
@@ -41,12 +40,6 @@ def choose(request: Request, *, wish: str | None = None) -> Backend:
 
 def _wish(wish: str | None) -> str | None:
     return wish if wish is not None else environment.text(environment.GEMM_BACKEND)
-
-
-def _is_no_plain_tensor(*tensors: torch.Tensor) -> bool:
-    """Return whether one is of a class with operators of its own, as fake tensors and DTensors are, whose address is
-    not that of its numbers."""
-    return any(getattr(type(tensor), _DISPATCH) is not getattr(torch.Tensor, _DISPATCH) for tensor in tensors)
 
 
 def _shares_places(matrix: torch.Tensor) -> bool:
@@ -96,7 +89,7 @@ def multiply(
             out = left.new_empty(result_shape(request.product, left, right), dtype=request.output_dtype)
         backend = choose(request, wish=wish)
         if left.numel() and right.numel():
-            if _is_no_plain_tensor(left, right, out) or (
+            if not kernels.in_memory(left, right, out) or (
                 request.device_type == "cpu" and _inner(request, left) * out.numel() < _SMALL and _wish(wish) is None
             ):
                 backend = cast(Backend, reference)

@@ -3,5 +3,6 @@
 from megatron_frozen.kernels.cpu import absent as absent
 from megatron_frozen.kernels.cpu import attend as attend
 from megatron_frozen.kernels.cpu import attend_backward as attend_backward
+from megatron_frozen.kernels.cpu import in_memory as in_memory
 from megatron_frozen.kernels.cpu import multiply_into as multiply_into
 from megatron_frozen.kernels.torch_library import symbol as symbol

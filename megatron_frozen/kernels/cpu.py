@@ -31,6 +31,9 @@ _UNREAL_MODES = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchMod
 LONG, POINTER = ctypes.c_long, ctypes.c_void_p
 
 
+_DISPATCH = "__torch_dispatch__"  # no name that pyright knows
+
+
 class _Matrix(ctypes.Structure):
     _fields_ = (("at", POINTER), ("row_stride", LONG), ("column_stride", LONG))
 
@@ -72,10 +75,11 @@ def _torch() -> Any:
 
 
 def in_memory(*tensors: torch.Tensor) -> bool:
-    """Return whether kernels find these tensors, and what is made from them, at an address: none is a subclass,
-    wrapped by a transform such as vmap or zero without memory, and no fake tensors are made nor a graph recorded."""
+    """Return whether kernels find these tensors, and what is made from them, at an address: none is of a class with
+    operators of its own (DTensor, fake tensors), wrapped by a transform such as vmap or zero without memory, and no
+    fake tensors are made nor a graph recorded."""
     return all(
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        getattr(type(tensor), _DISPATCH) is getattr(torch.Tensor, _DISPATCH)
         and torch._C._has_storage(tensor)
         and not tensor._is_zerotensor()
         for tensor in tensors

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from types import ModuleType
 
 import pytest
 import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from megatron_frozen import gemm
 from megatron_frozen.diagnostics import Recorder
 from megatron_frozen.errors import ConfigError, LayoutError
 from megatron_frozen.gemm import brgemm, mkl, reference, select, torch_cuda
 from megatron_frozen.gemm.request import Product, Request, oriented, result_shape
+from megatron_frozen.testing import relative_error
 
 SIZES = [1, 2, 3, 7, 16, 33, 64, 65, 130, 600, 1100]
 CASES = [
@@ -280,3 +284,10 @@ def test_the_table_gives_every_backend_of_the_device_a_line_per_product() -> Non
     assert all(reason == "" for name, _, reason in rows if name == "reference")
     for name, _, reason in select.table("cuda"):
         assert torch.cuda.is_available() or bool(reason) == (name != "reference")
+
+
+def test_a_recorded_graph_holds_the_product_that_a_kernel_would_make_unseen() -> None:
+    left, right = torch.randn(64, 300).bfloat16(), torch.randn(64, 200).bfloat16()
+    graph = make_fx(partial(gemm.wgrad, dtype=torch.float32), tracing_mode="real")(left, right)
+    again = torch.randn(64, 300).bfloat16(), torch.randn(64, 200).bfloat16()
+    assert relative_error(graph(*again), again[0].double().t() @ again[1].double()) < 1e-6
