@@ -7,9 +7,11 @@ from __future__ import annotations
 import torch
 
 from megatron_frozen import kernels
+from megatron_frozen.gemm import reference
 from megatron_frozen.gemm.request import Request, add_bias_, bias_sum, oriented
 
 NAME = "brgemm"
+_FAR = 2**22  # elements; the kernel's own code ends the process where rows of C lie 2**24 apart
 
 
 def unsupported(request: Request) -> str | None:
@@ -25,6 +27,8 @@ def run(
     request: Request, left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor | None:
     """Write the product; packs chunks of the operands in bf16, and nothing as large as an operand in fp32."""
+    if max(out.stride()) >= _FAR:
+        return reference.run(request, left, right, out=out, bias=bias)
     A, B = oriented(request.product, left, right)
     if out.stride(1) == 1 or out.shape[1] == 1:
         kernels.multiply_into(out, A, B, accumulate=request.accumulate)

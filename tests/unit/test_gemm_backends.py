@@ -291,3 +291,13 @@ def test_a_recorded_graph_holds_the_product_that_a_kernel_would_make_unseen() ->
     graph = make_fx(partial(gemm.wgrad, dtype=torch.float32), tracing_mode="real")(left, right)
     again = torch.randn(64, 300).bfloat16(), torch.randn(64, 200).bfloat16()
     assert relative_error(graph(*again), again[0].double().t() @ again[1].double()) < 1e-6
+
+
+@pytest.mark.skipif(brgemm.unsupported(request_for()) is not None, reason=str(brgemm.unsupported(request_for())))
+def test_a_buffer_whose_rows_lie_64_mib_apart() -> None:
+    """The block kernel ended the process there."""
+    torch.manual_seed(0)
+    left, right = torch.randn(300, 2).bfloat16(), torch.randn(300, 100).bfloat16()
+    out = torch.zeros(2**24 + 100).as_strided((2, 100), (2**24, 1))
+    brgemm.run(request_for(Product.WGRAD, accumulate=True), left, right, out=out)
+    assert relative_error(out, left.double().t() @ right.double()) < 1e-6
