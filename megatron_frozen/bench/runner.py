@@ -208,7 +208,7 @@ def bar_picture(path: Path, groups: Mapping[str, Mapping[str, float]], *, title:
             places = [place + index * width for place, group in enumerate(groups.values()) if name in group]
             axes.bar(places, [group[name] for group in groups.values() if name in group], width, label=name)
         axes.set_xticks(
-            [place + 0.4 - width / 2 for place in range(len(groups))], list(groups), fontsize=6, rotation=20
+            [place + 0.4 - width / 2 for place in range(len(groups))], list(groups), fontsize=6, rotation=30, ha="right"
         )
         axes.set_yscale("log")
         axes.set_ylabel(label)

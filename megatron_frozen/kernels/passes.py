@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from megatron_frozen.kernels.cpu import LONG, POINTER, absent, in_memory, run
+from megatron_frozen.kernels.available import absent
+from megatron_frozen.kernels.call import LONG, POINTER, in_memory, run
 
 _MIN_ELEMENTS = 4096  # below, torch's few passes cost no more than the call
 

@@ -19,7 +19,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from megatron_frozen import kernels
-from megatron_frozen.kernels import build, cpu
+from megatron_frozen.kernels import available, build, call
 from megatron_frozen.testing import relative_error
 
 needs_kernels = pytest.mark.skipif(kernels.absent() is not None, reason=f"the kernels: {kernels.absent()}")
@@ -135,7 +135,7 @@ def test_the_trial_does_not_depend_on_where_it_first_happens(surroundings: str) 
     try:
         torch.set_default_dtype(getattr(torch, surroundings, dtype) if "float" in surroundings else dtype)
         with mode:
-            assert cpu.absent.__wrapped__() == expected
+            assert available.absent.__wrapped__() == expected
     finally:
         torch.set_default_dtype(dtype)
 
@@ -203,9 +203,9 @@ def test_products_do_not_depend_on_the_number_of_threads(num_threads: int) -> No
 @needs_kernels
 def test_without_torchs_threads_the_caller_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(cpu, "_PARALLEL", "no_such_function")
-    monkeypatch.setattr(cpu, "_torch", cpu._torch.__wrapped__)
-    assert cpu._torch()[-1] is None
+    monkeypatch.setattr(call, "_PARALLEL", "no_such_function")
+    monkeypatch.setattr(call, "_torch", call._torch.__wrapped__)
+    assert call._torch()[-1] is None
     A, B = whole_numbers(1000, 64, by_columns=False), whole_numbers(64, 128, by_columns=False)
     out = torch.zeros(1000, 128)
     kernels.multiply_into(out, A, B, accumulate=False)

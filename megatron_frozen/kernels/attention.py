@@ -1,0 +1,63 @@
+"""Causal attention; see ``csrc/attention.cpp``.
+
+Shape suffixes: [b] batch, [n] query heads, [k] key and value heads, [s] sequence, [d] head dim.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from megatron_frozen.kernels.call import LONG, POINTER, run
+
+
+class _Heads(ctypes.Structure):
+    _fields_ = (("at", POINTER), ("batch_stride", LONG), ("head_stride", LONG), ("row_stride", LONG))
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return causal attention's context [b, n, s, d], of which [b, s, n, d] is dense, and the fp32 logarithm [b, n, s]
+    of each query's sum of exponentials, of bf16 query [b, n, s, d], key and value [b, k, s, d]; d is even."""
+    context, logsumexp = _empty_heads(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+    heads = [_dense_rows(part) for part in (query, key, value)]
+    if query.numel() > 0:
+        run("mf_attention_forward", _sizes(query, key), _heads(*heads, context), POINTER(logsumexp.data_ptr()))
+    return context, logsumexp
+
+
+def attend_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    context: torch.Tensor,
+    logsumexp: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of query, key and value, of which [b, s, n or k, d] is dense, from the context's."""
+    grads = _empty_heads(query), _empty_heads(key), _empty_heads(value)
+    if query.numel() == 0:
+        return grads
+    given = [_dense_rows(part) for part in (query, key, value, context, grad)]
+    logsumexp = logsumexp.contiguous()
+    run("mf_attention_backward", _sizes(query, key), _heads(*given, *grads), POINTER(logsumexp.data_ptr()))
+    return grads
+
+
+def _empty_heads(like: torch.Tensor) -> torch.Tensor:
+    b, n, s, d = like.shape
+    return like.new_empty(b, s, n, d).transpose(1, 2)
+
+
+def _sizes(query: torch.Tensor, key: torch.Tensor) -> Any:
+    b, n, s, d = query.shape
+    return (LONG * 5)(b, n, key.shape[1], s, d)
+
+
+def _heads(*parts: torch.Tensor) -> Any:
+    return (_Heads * len(parts))(*(_Heads(part.data_ptr(), *part.stride()[:3]) for part in parts))
+
+
+def _dense_rows(heads: torch.Tensor) -> torch.Tensor:
+    return heads if heads.stride(3) == 1 else heads.contiguous()

@@ -1,0 +1,53 @@
+"""How the kernels are called: with torch's own functions in a table, on tensors that have an address.
+
+They are looped over one product of blocks: ``at::native::cpublas::brgemm`` of torch's CPU library, on which torch's own
+attention runs. It uses AVX512-BF16 and AMX, where MKL's product of bf16 into fp32 has a fast path on AMX only. It wants
+its right operand in pairs of rows, interleaved ("VNNI"); transposing is fbgemm's, in the same library. The mangled
+names hold the types of the arguments, so that another torch finds them absent, not different. The work is spread over
+torch's own threads by GNU OpenMP's entry, without the GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from megatron_frozen.kernels.build import library
+from megatron_frozen.kernels.torch_library import address
+
+NEEDED = (
+    "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb",
+    "_ZN2at6native7cpublas14brgemm_releaseEb",
+    "_ZN6fbgemm14transpose_simdItEEvllPKT_lPS1_l",
+    "_ZN6fbgemm14transpose_simdIfEEvllPKT_lPS1_l",
+)
+_PARALLEL = "GOMP_parallel"
+_UNREAL_MODES = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
+_DISPATCH = "__torch_dispatch__"  # no name that pyright knows
+LONG, POINTER = ctypes.c_long, ctypes.c_void_p
+
+
+def run(name: str, *arguments: Any) -> None:
+    """Call a kernel; the tensors behind its pointers must outlive the call."""
+    getattr(library(), name)(_torch(), ctypes.c_uint(torch.get_num_threads()), *arguments)
+
+
+@lru_cache(maxsize=1)
+def _torch() -> Any:
+    """Return the table of torch's functions, as ``struct Torch`` has it."""
+    return (POINTER * 5)(*map(address, (*NEEDED, _PARALLEL)))
+
+
+def in_memory(*tensors: torch.Tensor) -> bool:
+    """Return whether kernels find these tensors, and what is made from them, at an address: none is of a class with
+    operators of its own (DTensor, fake tensors), wrapped by a transform such as vmap or zero without memory, and no
+    fake tensors are made nor a graph recorded."""
+    return all(
+        getattr(type(tensor), _DISPATCH) is getattr(torch.Tensor, _DISPATCH)
+        and torch._C._has_storage(tensor)
+        and not tensor._is_zerotensor()
+        for tensor in tensors
+    ) and not any(map(torch._C._get_dispatch_mode, _UNREAL_MODES))
