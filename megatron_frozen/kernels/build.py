@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import fcntl
 import hashlib
-import os
 import shlex
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
 from megatron_frozen.environment import CXX, cache_home, text
+from megatron_frozen.errors import CheckpointError
+from megatron_frozen.io import atomic_write, exclusive_lock
 
 _SOURCES = Path(__file__).parent / "csrc"
 # Not -march=native: what is in the cache may be read by another machine of the same home folder.
@@ -31,7 +28,8 @@ def library() -> ctypes.CDLL | str:
     What the cache has is taken as it is, also where there is no compiler; else ``CXX``, g++ or clang++ makes it, in one
     of the processes that want it, while the others wait.
     """
-    target = Path(cache_home(), "megatron_frozen", f"kernels-{_fingerprint()}.so")
+    # In a folder of their own: that of the demo model is locked while it is fetched.
+    target = Path(cache_home(), "megatron_frozen", "kernels", f"kernels-{_fingerprint()}.so")
     if (kernels := _loaded(target)) is not None:
         return kernels
     wish, found = text(CXX) or "", shutil.which("g++") or shutil.which("clang++")
@@ -43,10 +41,11 @@ def library() -> ctypes.CDLL | str:
         return "there is no C++ compiler here: install g++, or name one in the environment variable CXX"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _alone_in(target.parent):
+        with exclusive_lock(target.parent):  # ranks that all compile take each other's processors
             return _loaded(target) or _compiled(compiler, target)
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"the C++ compiler {shlex.join(compiler)} made no kernels in {target.parent}: {_reason(error)}"
+    except (CheckpointError, OSError, subprocess.SubprocessError) as error:
+        reason = _reason(error.__cause__ or error)
+        return f"the C++ compiler {shlex.join(compiler)} made no kernels in {target.parent}: {reason}"
 
 
 def _fingerprint() -> str:
@@ -64,30 +63,15 @@ def _loaded(target: Path) -> ctypes.CDLL | None:
         return None
 
 
-@contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, where its file system has any: ranks that all compile take each other's processors."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def _compiled(compiler: list[str], target: Path) -> ctypes.CDLL:
     """Put into the cache only what can be loaded."""
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        made = Path(scratch, target.name)
+    with atomic_write(target) as made:
         command = [*compiler, *_FLAGS, *map(str, sorted(_SOURCES.glob("*.cpp"))), "-o", str(made)]
         subprocess.run(command, check=True, capture_output=True, timeout=_LONGEST_S)
-        kernels = ctypes.CDLL(str(made))
-        os.replace(made, target)
-    return kernels
+        return ctypes.CDLL(str(made))
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """Return a line of what the compiler said, or else of what happened to it."""
     said = error.stderr if isinstance(error, subprocess.CalledProcessError) else b""
     lines = (said.decode(errors="replace") or str(error)).strip().splitlines()

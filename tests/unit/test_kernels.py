@@ -36,7 +36,7 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "megatron_frozen"
+    return tmp_path / "megatron_frozen" / "kernels"
 
 
 def program(path: Path, text: str) -> str:
@@ -123,7 +123,7 @@ def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/version")  # a file, also for root
     found = build.library.__wrapped__()
     assert isinstance(found, str)
-    assert "made no kernels in /proc/version/megatron_frozen: " in found
+    assert "made no kernels in /proc/version/megatron_frozen/kernels: " in found
 
 
 @pytest.mark.parametrize("surroundings", ["float64", "bfloat16", "device", "fake"])
