@@ -85,27 +85,22 @@ void transpose_blocks(const Torch& torch, const bf16* rows, bf16* into, const Si
                            BLOCK);
 }
 
+// A row of fp32 times a factor.
+void write_row(const float* row, float factor, bf16* into, long dim) {
+    each_vector(dim, [&](long j, __mmask16 mask) {
+        store(into + j, times(_mm512_maskz_loadu_ps(mask, row + j), all(factor)), mask);
+    });
+}
+
 // Columns [d, L] of fp32, each times its query's factor, as the rows of a block of heads.
 void write_columns(const Torch& torch, const float* columns, const float* factors, float* turned, bf16* into,
                    long stride, long count, long dim) {
     torch.transpose_32(dim, BLOCK, columns, BLOCK, turned, dim);
-    for (long i = 0; i < count; i++) {
-        Floats factor = _mm512_set1_ps(factors[i]);
-        for (long j = 0; j < dim; j += LANES) {
-            __mmask16 mask = first(dim - j);
-            Floats x = _mm512_maskz_loadu_ps(mask, turned + i * dim + j);
-            store(into + i * stride + j, _mm512_mul_ps(x, factor), mask);
-        }
-    }
+    for (long i = 0; i < count; i++) write_row(turned + i * dim, factors[i], into + i * stride, dim);
 }
 
 void write_rows(const float* rows, float factor, bf16* into, long stride, long count, long dim) {
-    for (long i = 0; i < count; i++)
-        for (long j = 0; j < dim; j += LANES) {
-            __mmask16 mask = first(dim - j);
-            Floats x = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, rows + i * dim + j), _mm512_set1_ps(factor));
-            store(into + i * stride + j, x, mask);
-        }
+    for (long i = 0; i < count; i++) write_row(rows + i * dim, factor, into + i * stride, dim);
 }
 
 // Columns [d, L], each times its query's factor, in place.
@@ -114,7 +109,7 @@ void scale_columns(float* columns, const float* factors, long dim) {
         Floats factor = _mm512_loadu_ps(factors + j);
         for (long i = 0; i < dim; i++) {
             float* at = columns + i * BLOCK + j;
-            _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), factor));
+            _mm512_storeu_ps(at, times(_mm512_loadu_ps(at), factor));
         }
     }
 }
@@ -122,10 +117,9 @@ void scale_columns(float* columns, const float* factors, long dim) {
 // The sum over d of the products of two rows.
 float dot(const bf16* a, const bf16* b, long dim) {
     Floats sum = _mm512_setzero_ps();
-    for (long j = 0; j < dim; j += LANES) {
-        __mmask16 mask = first(dim - j);
+    each_vector(dim, [&](long j, __mmask16 mask) {
         sum = _mm512_fmadd_ps(load(a + j, mask), load(b + j, mask), sum);
-    }
+    });
     return _mm512_reduce_add_ps(sum);
 }
 
@@ -136,7 +130,7 @@ inline __mmask16 seen(long i, long j) { return i <= j ? 0xffff : i - j >= LANES 
 // scores) and sum of each query, and `decay`, by which what came from earlier blocks shrinks.
 void softmax_block(const float* scores, float scale, bool diagonal, float* maximum, float* sum, float* decay,
                    bf16* probs) {
-    const Floats low = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+    const Floats low = all(-std::numeric_limits<float>::infinity());
     for (long j = 0; j < BLOCK; j += LANES) {
         long end = diagonal ? j + LANES : BLOCK;  // keys that some query of these sees
         Floats top = low;
@@ -144,10 +138,10 @@ void softmax_block(const float* scores, float scale, bool diagonal, float* maxim
             Floats x = _mm512_loadu_ps(scores + i * BLOCK + j);
             top = _mm512_max_ps(top, diagonal ? _mm512_mask_mov_ps(low, seen(i, j), x) : x);
         }
-        Floats old = _mm512_loadu_ps(maximum + j), factor = _mm512_set1_ps(scale);
-        top = _mm512_max_ps(old, _mm512_mul_ps(top, factor));
+        Floats old = _mm512_loadu_ps(maximum + j), factor = all(scale);
+        top = _mm512_max_ps(old, times(top, factor));
         Floats shrink = exp2(_mm512_sub_ps(old, top));
-        Floats total = _mm512_mul_ps(_mm512_loadu_ps(sum + j), shrink);
+        Floats total = times(_mm512_loadu_ps(sum + j), shrink);
         for (long i = 0; i < BLOCK; i += 2) {
             __m256i pair[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
             for (long odd = 0; odd < 2 && i < end; odd++) {
@@ -169,7 +163,7 @@ void softmax_block(const float* scores, float scale, bool diagonal, float* maxim
 void softmax_backward_block(const float* scores, const float* grad_probs, float scale, bool diagonal,
                             const float* logsumexp, const float* delta, bf16* probs, bf16* grad_scores,
                             bf16* grad_scores_right) {
-    const Floats factor = _mm512_set1_ps(scale);
+    const Floats factor = all(scale);
     for (long i = 0; i < BLOCK; i += 2)
         for (long j = 0; j < BLOCK; j += LANES) {
             Floats offset = _mm512_loadu_ps(logsumexp + j), mean = _mm512_loadu_ps(delta + j);
@@ -177,7 +171,7 @@ void softmax_backward_block(const float* scores, const float* grad_probs, float 
             for (long odd = 0; odd < 2; odd++) {
                 long at = (i + odd) * BLOCK + j;
                 Floats p = exp2(_mm512_fmsub_ps(_mm512_loadu_ps(scores + at), factor, offset));
-                Floats ds = _mm512_mul_ps(p, _mm512_sub_ps(_mm512_loadu_ps(grad_probs + at), mean));
+                Floats ds = times(p, _mm512_sub_ps(_mm512_loadu_ps(grad_probs + at), mean));
                 if (diagonal) {
                     p = _mm512_maskz_mov_ps(seen(i + odd, j), p);
                     ds = _mm512_maskz_mov_ps(seen(i + odd, j), ds);

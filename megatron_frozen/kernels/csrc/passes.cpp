@@ -30,18 +30,13 @@ void each_row(const Torch& torch, unsigned num_threads, long count, const Work& 
     });
 }
 
-// Calls work(j, mask) for each vector of a row.
-template <class Work>
-inline void each_vector(long width, const Work& work) {
-    for (long j = 0; j < width; j += LANES) work(j, first(width - j));
-}
-
 inline Floats in_bf16(Floats x) { return widened(rounded(x)); }
-inline Floats times(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
-inline Floats all(float x) { return _mm512_set1_ps(x); }
 inline Floats sigmoid(Floats x) {
     return _mm512_div_ps(all(1), _mm512_add_ps(all(1), exp2(times(x, all(-LOG2_E)))));
 }
+
+// e^(x - below)
+inline Floats exponential(Floats x, float below) { return exp2(times(_mm512_sub_ps(x, all(below)), all(LOG2_E))); }
 
 float highest(const bf16* row, long width) {
     const Floats low = all(-std::numeric_limits<float>::infinity());
@@ -57,7 +52,7 @@ template <class Keep>
 float sum_of_exponentials(const bf16* row, long width, float below, const Keep& keep) {
     Floats total = _mm512_setzero_ps();
     each_vector(width, [&](long j, __mmask16 mask) {
-        Floats e = exp2(times(_mm512_sub_ps(load(row + j, mask), all(below)), all(LOG2_E)));
+        Floats e = exponential(load(row + j, mask), below);
         keep(j, mask, e);
         total = _mm512_mask_add_ps(total, mask, total, e);
     });
@@ -202,7 +197,7 @@ void mf_softmax_gradient(const Torch* torch, unsigned num_threads, const Shape* 
             const Floats scale = all(factor[i]);
             const __mmask16 is_kept = factor[i] == 0 ? 0 : 0xffff;
             each_vector(shape.width, [&](long j, __mmask16 mask) {
-                Floats e = exp2(times(_mm512_sub_ps(load(row + j, mask), all(maximum[i])), all(LOG2_E)));
+                Floats e = exponential(load(row + j, mask), maximum[i]);
                 store(grad + j, _mm512_maskz_mul_ps(is_kept, e, scale), mask);
             });
             store(grad + column[i], all(at_column[i]), first(1));

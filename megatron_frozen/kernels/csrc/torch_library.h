@@ -4,8 +4,6 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
-#include <initializer_list>
-#include <memory>
 
 using bf16 = uint16_t;  // the bits
 

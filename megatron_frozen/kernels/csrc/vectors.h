@@ -2,6 +2,8 @@
 #pragma once
 #include <immintrin.h>
 
+#include <initializer_list>
+
 #include "torch_library.h"
 
 constexpr long LANES = 16;
@@ -10,8 +12,16 @@ using Floats = __m512;
 
 inline __mmask16 first(long count) { return count >= LANES ? 0xffff : (1u << count) - 1; }
 
+// Calls work(j, mask) for each vector of a row.
+template <class Work>
+inline void each_vector(long width, const Work& work) {
+    for (long j = 0; j < width; j += LANES) work(j, first(width - j));
+}
+
+inline Floats all(float x) { return _mm512_set1_ps(x); }
+inline Floats times(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+
 inline Floats widened(__m256i low) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(low), 16)); }
-inline Floats load(const bf16* at) { return widened(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))); }
 inline Floats load(const bf16* at, __mmask16 mask) { return widened(_mm256_maskz_loadu_epi16(mask, at)); }
 
 // To the nearest, ties to even; NaN stays NaN.
@@ -28,21 +38,20 @@ inline void store_pairs(bf16* at, __m256i even, __m256i odd, __mmask16 mask = 0x
 // Rows [count, width] so interleaved, [count / 2, width, 2]; an odd last one with zero.
 inline void interleave(const bf16* rows, long stride, bf16* into, long count, long width) {
     for (long i = 0; i < count; i += 2)
-        for (long j = 0; j < width; j += LANES) {
-            __mmask16 mask = first(width - j);
+        each_vector(width, [&](long j, __mmask16 mask) {
             const bf16* at = rows + i * stride + j;
             __m256i even = _mm256_maskz_loadu_epi16(mask, at);
             __m256i odd = i + 1 < count ? _mm256_maskz_loadu_epi16(mask, at + stride) : _mm256_setzero_si256();
             store_pairs(into + i * width + 2 * j, even, odd, mask);
-        }
+        });
 }
 
 // 2^x to 2 units in the last place: x = n + f with |f| <= 1/2, and the Taylor series of 2^f.
 inline Floats exp2(Floats x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-1000.0f), x);  // of -inf and NaN, in this order, NaN stays
+    x = _mm512_max_ps(all(-1000), x);  // of -inf and NaN, in this order, NaN stays
     Floats n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    Floats f = _mm512_sub_ps(x, n), sum = _mm512_set1_ps(1.5252734e-5f);
+    Floats f = _mm512_sub_ps(x, n), sum = all(1.5252734e-5f);
     for (float term : {1.5403530e-4f, 1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
-        sum = _mm512_fmadd_ps(sum, f, _mm512_set1_ps(term));
+        sum = _mm512_fmadd_ps(sum, f, all(term));
     return _mm512_scalef_ps(sum, n);
 }
