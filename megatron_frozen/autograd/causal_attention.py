@@ -27,7 +27,7 @@ def causal_attention_unsupported(query: torch.Tensor, key: torch.Tensor, value: 
     if not are_read or not kernels.in_memory(*heads):
         return "it is for bf16 tensors on a CPU"
     length, head_dim = query.shape[2:]
-    if {query.shape[2:], key.shape[2:], value.shape[2:]} != {query.shape[2:]} or length < MIN_LENGTH or head_dim % 2:
+    if not query.shape[2:] == key.shape[2:] == value.shape[2:] or length < MIN_LENGTH or head_dim % 2:
         return f"it is for {MIN_LENGTH} tokens or more, each a query and a key, and an even head dim"
     if torch.cpu._is_amx_tile_supported():
         return "torch's own kernel is fast with AMX"

@@ -76,9 +76,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         at_target = is_here.unsqueeze(-1) * scale * -(1 - ctx.smoothing)
         softmax_scale = scale / total.unsqueeze(-1)
         if not ctx.smoothing and passes.takes(logits):
-            factor = softmax_scale.squeeze(-1).masked_fill(ignored.squeeze(-1), 0)
-            at_target = (logits.gather(-1, local.unsqueeze(-1)) - top.unsqueeze(-1)).exp_() * softmax_scale + at_target
-            at_target = at_target.masked_fill_(ignored, 0).squeeze(-1)
+            probs = (logits.gather(-1, local.unsqueeze(-1)) - top.unsqueeze(-1)).exp_() * softmax_scale
+            factor, at_target = (part.masked_fill(ignored, 0) for part in (softmax_scale, probs + at_target))
             return passes.softmax_gradient(logits, top, factor, local, at_target), None, None, None
         grad = torch.empty_like(logits)
         for where in pieces(logits):

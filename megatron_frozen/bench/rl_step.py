@@ -120,13 +120,14 @@ def step_of(model_config: Mapping[str, Any], *, product: Product | None, full: b
     ids = torch.randint(config.vocab_size, (1, SEQ_LENGTH), generator=torch.Generator().manual_seed(1))
     advantage = torch.randn(1, SEQ_LENGTH - 1, generator=torch.Generator().manual_seed(2))
 
-    in_part = product if isinstance(product, UnfoldedInPart) else None
+    def all_reckoned_s() -> float:
+        return product.reckoned_s if isinstance(product, UnfoldedInPart) else 0.0
 
     def step(index: int) -> dict[str, float]:
-        start, already_s = time.perf_counter(), in_part.reckoned_s if in_part else 0.0
+        start, before_s = time.perf_counter(), all_reckoned_s()
         loss = _policy_loss(model(ids), ids=ids, advantage=advantage)
         loss.backward()
-        reckoned_s = in_part.reckoned_s - already_s if in_part else 0.0
+        reckoned_s = all_reckoned_s() - before_s
         figures = {
             "loss": float(loss.detach()),
             "forward_backward_s": time.perf_counter() - start + reckoned_s,

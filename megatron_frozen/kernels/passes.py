@@ -106,7 +106,7 @@ def softmax_gradient(
     logits: torch.Tensor, top: torch.Tensor, factor: torch.Tensor, column: torch.Tensor, at_column: torch.Tensor
 ) -> torch.Tensor:
     """Return exp(logits - top) * factor [..., V] in the logits' memory order, 0 in rows whose factor is 0, and at one
-    ``column`` of each row what is given for it; top, factor and at_column are fp32 [...], column int64 [...]."""
+    ``column`` of each row what is given for it; top, factor, at_column are fp32 [...] or [..., 1], column integer."""
     grad = like(logits)
     per_row = [part.contiguous() for part in (top, factor, column.long(), at_column)]
     run("mf_softmax_gradient", _shape(logits), _rows(logits, grad), *(POINTER(part.data_ptr()) for part in per_row))

@@ -66,19 +66,14 @@ def _attend_under_mask(heads: list[Tensor], *, plan: AttentionPlan, window: int 
 
 def _attend_one(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None) -> Tensor:
     """Return the context [b, s, n, d] of one document per row: query [b, s, n, d], key and value [b, s, k, d]."""
-    heads = [part.transpose(1, 2) for part in (query, key, value)]
-    if mask is None and causal_attention_unsupported(heads[0], heads[1], heads[2]) is None:
-        return CausalAttention.apply(*heads).transpose(1, 2)
-    num_groups = query.shape[2] // key.shape[2]
+    query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+    if mask is None and causal_attention_unsupported(query, key, value) is None:
+        return CausalAttention.apply(query, key, value).transpose(1, 2)
+    num_groups = query.shape[1] // key.shape[1]
     if mask is not None and num_groups > 1:  # a mask and shared keys together leave a GPU without a fused kernel
-        key, value = (heads.repeat_interleave(num_groups, dim=2) for heads in (key, value))
+        key, value = (part.repeat_interleave(num_groups, dim=1) for part in (key, value))
     context = F.scaled_dot_product_attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=mask is None,
-        enable_gqa=query.shape[2] != key.shape[2],
+        query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=query.shape[1] != key.shape[1]
     )
     return context.transpose(1, 2)
 

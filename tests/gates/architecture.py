@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from tests.gates.source import PACKAGE, Module, dotted, functions, imports
 
 # A room imports from itself and from rooms of a smaller number, nothing else. Whole numbers are the design's rungs; a
-# fraction stands above its neighbours on one rung: all of rung 0 raises errors, kernels keep files by io, main_grad has gemm
-# fill its buffers, and bench measures on the ranks that testing starts.
+# fraction stands above its neighbours on one rung: all of rung 0 raises errors, kernels keep files by io, main_grad has
+# gemm fill its buffers, and bench measures on the ranks that testing starts.
 RUNGS = {
     "errors": 0, "layout": 0.5, "partition": 0.5, "storage": 0.5, "environment": 0.5,
     "io": 0.6, "kernels": 0.7,

@@ -15,9 +15,9 @@ from megatron_frozen.autograd.causal_attention import (
 )
 from megatron_frozen.diagnostics import Recorder
 from megatron_frozen.testing import relative_error
+from tests.unit.cpu_kernels import needs_kernels
 
 SHAPES = [(1, 3, 1, 256, 16), (2, 4, 4, 300, 48), (2, 6, 2, 513, 64), (1, 2, 1, 384, 80), (5, 4, 2, 64, 22)]
-needs_kernel = pytest.mark.skipif(kernels.absent() is not None, reason=f"the block kernel: {kernels.absent()}")
 
 
 def heads(shape: tuple[int, ...], *, sequence_first: bool = True) -> tuple[Tensor, ...]:
@@ -44,7 +44,7 @@ def torch_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
-@needs_kernel
+@needs_kernels
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("sequence_first", [True, False])
 def test_values_are_no_further_from_fp64_than_torchs(shape: tuple[int, ...], sequence_first: bool) -> None:  # noqa: FBT001
@@ -59,7 +59,7 @@ def test_values_are_no_further_from_fp64_than_torchs(shape: tuple[int, ...], seq
         assert relative_error(value, reference) < max(1.4 * relative_error(other, reference), 3e-3), name
 
 
-@needs_kernel
+@needs_kernels
 def test_a_later_token_changes_nothing_before_it() -> None:
     query, key, value, _ = heads(SHAPES[2])
     before = CausalAttention.apply(query, key, value)
@@ -70,7 +70,7 @@ def test_a_later_token_changes_nothing_before_it() -> None:
     assert not torch.equal(before[:, :, 400:], after[:, :, 400:])
 
 
-@needs_kernel
+@needs_kernels
 def test_expanded_gradients_and_inputs_from_one_buffer() -> None:
     shape = SHAPES[1]
     b, n, k, s, d = shape
@@ -82,7 +82,7 @@ def test_expanded_gradients_and_inputs_from_one_buffer() -> None:
         assert relative_error(value, reference) < 2e-2  # the gradient of a sum over tokens cancels
 
 
-@needs_kernel
+@needs_kernels
 def test_no_scores_of_the_whole_sequence_are_held() -> None:
     b, n, k, s, d = 1, 2, 1, 2048, 16
     *given, grad = heads((b, n, k, s, d))

@@ -11,7 +11,6 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,16 +20,7 @@ from torch._subclasses import FakeTensorMode
 from megatron_frozen import kernels
 from megatron_frozen.kernels import available, build, call
 from megatron_frozen.testing import relative_error
-
-needs_kernels = pytest.mark.skipif(kernels.absent() is not None, reason=f"the kernels: {kernels.absent()}")
-
-
-@pytest.fixture(params=[1, 2, 3])
-def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+from tests.unit.cpu_kernels import needs_kernels
 
 
 @pytest.fixture

@@ -21,23 +21,14 @@ from megatron_frozen.models.joint_heads import rotate_joint
 from megatron_frozen.models.mlp import _GateJoint
 from megatron_frozen.models.rope import RotaryTables, rotate
 from megatron_frozen.testing import relative_error
+from tests.unit.cpu_kernels import needs_kernels
 
-needs_kernels = pytest.mark.skipif(kernels.absent() is not None, reason=f"the kernels: {kernels.absent()}")
-Shapes = tuple[tuple[int, ...], ...]
 LEADING = {
     "rows": lambda x: x.flatten(0, 1),
     "sequence first": lambda x: x,
     "batch first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
     "a slice": lambda x: torch.cat([x, x], dim=-1)[..., : x.shape[-1]],
 }
-
-
-@pytest.fixture(params=[1, 2])
-def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def three_ways(
