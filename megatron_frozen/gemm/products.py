@@ -90,17 +90,18 @@ def forward(
     bias_O: torch.Tensor | None = None,
     *,
     dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return X W^T + b as [T, O], in the operands' dtype or a wider ``dtype``.
 
-    The bias is added before the one rounding, as in F.linear.
+    The bias is added before the one rounding, as in F.linear. ``out`` is as in ``dgrad``.
     """
     if dtype not in (None, input_TI.dtype):
-        return _widened(Product.FORWARD, input_TI, weight_OI, dtype=dtype, bias=bias_O)
+        return _widened(Product.FORWARD, input_TI, weight_OI, dtype=dtype, bias=bias_O, out=out)
     if bias_O is None:
-        return _mm(input_TI, weight_OI.t())
+        return _mm(input_TI, weight_OI.t(), out=out)
     with _no_autocast(input_TI):
-        return torch.addmm(bias_O, input_TI, weight_OI.t())
+        return torch.addmm(bias_O, input_TI, weight_OI.t(), out=out)
 
 
 def forward_in_order(input_: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:

@@ -256,6 +256,8 @@ def test_no_tensor_holds_more_logits_than_one_chunk(dtype: torch.dtype) -> None:
     assert most <= max(220 * 5000 * dtype.itemsize, cross_entropy.CPU_PIECE_ELEMENTS * 4)
     assert most < 1100 * 5000 * dtype.itemsize / 2
     assert seen.count("aten.mm") == 10
+    made = [op.written_bytes for op in seen.operations if op.name == "aten.new_empty"]
+    assert made.count(220 * 5000 * dtype.itemsize) == 1, "one buffer serves all chunks"
 
 
 @pytest.mark.parametrize("ignored", [0.0, 0.5, 1.0])
