@@ -1,9 +1,9 @@
 """The only place that multiplies matrices; inside attention, and in C++ for ``brgemm``, ``kernels`` does it."""
 
+from megatron_frozen.gemm.autocast import autocast_is_on as autocast_is_on
 from megatron_frozen.gemm.joined import joined_dgrad as joined_dgrad
 from megatron_frozen.gemm.joined import joined_forward as joined_forward
 from megatron_frozen.gemm.products import add_product_ as add_product_
-from megatron_frozen.gemm.products import autocast_is_on as autocast_is_on
 from megatron_frozen.gemm.products import bias_gradient as bias_gradient
 from megatron_frozen.gemm.products import dgrad as dgrad
 from megatron_frozen.gemm.products import dgrad_in_order as dgrad_in_order

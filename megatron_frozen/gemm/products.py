@@ -7,25 +7,16 @@ from __future__ import annotations
 
 import torch
 
+from megatron_frozen.gemm.autocast import autocast_is_on, without_autocast
 from megatron_frozen.gemm.request import Product, Request, result_shape
 from megatron_frozen.gemm.select import multiply
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
-def _no_autocast(tensor: torch.Tensor) -> torch.autocast:
-    """Return a context in which products keep their operands' dtype; a backward may run inside a user's autocast."""
-    return torch.autocast(tensor.device.type, enabled=False)
-
-
-def autocast_is_on(tensor: torch.Tensor) -> bool:
-    """Return whether autocast is on for the device type of ``tensor``, which is slow to tell: any is asked first."""
-    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(tensor.device.type)
-
-
 def _mm(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     if autocast_is_on(left):
-        with _no_autocast(left):
+        with without_autocast(left):
             return torch.mm(left, right, out=out)
     return torch.mm(left, right) if out is None else torch.mm(left, right, out=out)
 
@@ -100,7 +91,7 @@ def forward(
         return _widened(Product.FORWARD, input_TI, weight_OI, dtype=dtype, bias=bias_O, out=out)
     if bias_O is None:
         return _mm(input_TI, weight_OI.t(), out=out)
-    with _no_autocast(input_TI):
+    with without_autocast(input_TI):
         return torch.addmm(bias_O, input_TI, weight_OI.t(), out=out)
 
 
@@ -135,7 +126,7 @@ def wgrad(grad_output_TO: torch.Tensor, input_TI: torch.Tensor, *, dtype: torch.
 
 def add_product_(total_TN: torch.Tensor, left_TK: torch.Tensor, right_KN: torch.Tensor) -> None:
     """Add left right to ``total_TN`` in place, in the operands' dtype: no pass over the total but the product's own."""
-    with _no_autocast(total_TN):
+    with without_autocast(total_TN):
         total_TN.addmm_(left_TK, right_KN)
 
 

@@ -19,6 +19,7 @@ import torch
 from megatron_frozen import environment, kernels
 from megatron_frozen.errors import ConfigError, LayoutError, nearest
 from megatron_frozen.gemm import apex, brgemm, mkl, reference, torch_cuda, transformer_engine
+from megatron_frozen.gemm.autocast import without_autocast
 from megatron_frozen.gemm.request import Backend, Product, Request, add_bias_, bias_sum, oriented, result_shape
 
 _ORDER: dict[str, tuple[Backend, ...]] = {
@@ -84,7 +85,7 @@ def multiply(
     Raises ConfigError where no backend can, LayoutError where operands and request do not fit.
     """
     _check(request, left, right, out=out, bias=bias)
-    with torch.no_grad(), torch.autocast(request.device_type, enabled=False):
+    with torch.no_grad(), without_autocast(left):
         if out is None:
             out = left.new_empty(result_shape(request.product, left, right), dtype=request.output_dtype)
         backend = choose(request, wish=wish)

@@ -161,6 +161,6 @@ def _is_plain(base: Any, input_: torch.Tensor) -> bool:
         not base.weight.requires_grad
         and base.weight.dtype == input_.dtype
         and base.output_dtype in (None, input_.dtype)
-        and not torch.is_autocast_enabled(input_.device.type)
+        and not gemm.autocast_is_on(input_)
         and not dgrad_in_fp32(base.config)
     )

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
+from megatron_frozen import gemm
 from megatron_frozen.autograd import AdaptedParts, FrozenSplitWithAdapters
 from megatron_frozen.layers.column_parallel import ColumnParallelLinear
 from megatron_frozen.layers.parts import dgrad_in_fp32, is_watched, split_linear
@@ -166,6 +167,6 @@ def _fit(parts: Sequence[ColumnPart], input_: torch.Tensor) -> bool:
 def _is_plain_and_frozen(base: ColumnParallelLinear, weights: Sequence[torch.Tensor], input_: torch.Tensor) -> bool:
     return (
         not any(weight.requires_grad for weight in weights)
-        and not torch.is_autocast_enabled(input_.device.type)
+        and not gemm.autocast_is_on(input_)
         and not dgrad_in_fp32(base.config)
     )

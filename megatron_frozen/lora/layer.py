@@ -199,7 +199,7 @@ class LoraLinear(nn.Module):
             and type(self.base_layer).multiply in _PLAIN_PRODUCTS
             and weight.dtype == input_.dtype
             and weight.shape[1] == input_.shape[-1]
-            and not torch.is_autocast_enabled(input_.device.type)
+            and not gemm.autocast_is_on(input_)
             and not dgrad_in_fp32(self.base_layer.config)
         )
 

@@ -140,9 +140,8 @@ def _operands(
     input_: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Cast as autocast would; a bias of another dtype comes last, to be added to the product, which it may widen."""
-    device_type = input_.device.type
-    if torch.is_autocast_enabled(device_type) and input_.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device_type)
+    if gemm.autocast_is_on(input_) and input_.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(input_.device.type)
         input_, weight = input_.to(dtype), weight.to(dtype)
     if bias is None or bias.dtype == input_.dtype:
         return input_, weight, bias, None
