@@ -32,8 +32,9 @@ from megatron_frozen.testing.launched import launched_by_torchrun
 DEVICE_OF_BACKEND = {"gloo": "cpu", "nccl": "cuda"}
 """The one list that device and backend come from; a test that wants NCCL parametrizes over its keys."""
 
-_GRACE_S = 2.0  # how long the other ranks get to finish by themselves once one has failed
-_DUMP_S = 0.5  # how long a stuck rank gets to write its stack
+_GRACE_S = 5.0  # how long the other ranks get to finish by themselves once one has failed
+_DUMP_S = 10.0  # how long a stuck rank gets to begin to write its stack, on however busy a machine
+_REST_S = 0.5  # and to write the rest of it
 _LOG_TAIL_CHARS = 4000
 
 
@@ -226,11 +227,15 @@ class _Pool:
 
     def _dump_stacks(self, ranks: list[int]) -> None:
         """faulthandler answers the signal from C, so that a rank stuck in a collective still says where."""
-        for rank in ranks:
-            pid = self._workers[rank].process.pid
-            if pid is not None and self._workers[rank].process.is_alive():
-                os.kill(pid, signal.SIGUSR1)
-        time.sleep(_DUMP_S)
+        silent = {}
+        for worker in (self._workers[rank] for rank in ranks):
+            if worker.process.pid is not None and worker.process.is_alive():
+                silent[worker.log] = worker.log.stat().st_size
+                os.kill(worker.process.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + _DUMP_S
+        while any(log.stat().st_size == size for log, size in silent.items()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(_REST_S)
 
 
 def _send(worker: _Worker, request: _Request, *, answers: _Answers) -> None:

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.device_count() == 1, reason="torchrun starts two ranks here, which need two GPUs, and there is one"
 )
 _LIMIT_S = 120
+_ENDLESS = 10**7  # steps, which take half a day
 _ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 _PROGRAM = [sys.executable, "-m", "megatron_frozen"]
 _TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *_PROGRAM[1:]]
@@ -69,8 +70,17 @@ def _wait_for_step(config: TrainConfig, step: int, process: subprocess.Popen[str
 
 
 def test_run_that_is_killed_goes_on_from_its_last_checkpoint(tmp_path):
+    """A run without end until it is killed, however late that is; its rate does not depend on where it ends."""
     lora = LoraConfig(r=4, alpha=8, dropout=0.1)
-    config = toy_config(tmp_path, lora=lora, tensor_model_parallel_size=2, max_steps=60, save_every=5)
+    config = toy_config(
+        tmp_path,
+        lora=lora,
+        tensor_model_parallel_size=2,
+        max_steps=_ENDLESS,
+        save_every=5,
+        learning_rate=1e-3,
+        min_learning_rate_ratio=1.0,
+    )
     command = [*_TORCHRUN, "train", _config_file(config)]
     with _started(command) as launcher:
         _wait_for_step(config, 7, launcher)
@@ -78,31 +88,33 @@ def test_run_that_is_killed_goes_on_from_its_last_checkpoint(tmp_path):
         os.kill(int(children[-1]), signal.SIGKILL)
         launcher.communicate(timeout=_LIMIT_S)
         assert launcher.returncode != 0
-    assert 7 <= max(_steps(config)) < 60
+    killed_at = max(_steps(config))
+    assert 7 <= killed_at < _ENDLESS
     assert not Path(config.output_dir, "adapter").exists()
 
-    resumed = _run(command)
+    last = killed_at // 5 * 5 + 10
+    resumed = _run([*command, f"max_steps={last}"])
     assert resumed.returncode == 0, resumed.stderr
     assert f"resuming from {config.output_dir}/checkpoints/step_000000" in resumed.stdout
     assert f"result: {config.output_dir}/adapter" in resumed.stdout.splitlines()
-    straight = dataclasses.replace(config, output_dir=str(tmp_path / "straight"))
+    straight = dataclasses.replace(config, max_steps=last, output_dir=str(tmp_path / "straight"))
     run_ranks(2, run_config, straight)
     adapters = [load_file(Path(run.output_dir, "adapter/adapter_model.safetensors")) for run in (config, straight)]
     torch.testing.assert_close(adapters[0], adapters[1], rtol=0, atol=0)
-    assert _steps(config) == _steps(straight) == [0, *range(1, 61), 60]
+    assert _steps(config) == _steps(straight) == [0, *range(1, last + 1), last]
     names = sorted(path.name for path in Path(config.output_dir, "checkpoints").iterdir())
-    assert names == ["step_00000055", "step_00000060"]
+    assert names == [f"step_{step:08d}" for step in (last - 5, last)]
 
 
 def test_ranks_of_a_launcher_that_is_killed_end_too(tmp_path):
-    config = toy_config(tmp_path, tensor_model_parallel_size=2, max_steps=100000, eval_data=None)
+    config = toy_config(tmp_path, tensor_model_parallel_size=2, max_steps=_ENDLESS, eval_data=None)
     with _started([*_TORCHRUN, "train", _config_file(config)]) as launcher:
         _wait_for_step(config, 2, launcher)
         ranks = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
         assert len(ranks) == 2
         launcher.kill()
         try:
-            launcher.communicate(timeout=20)  # until no rank holds its end of the pipes any more
+            launcher.communicate(timeout=_LIMIT_S)  # until no rank holds its end of the pipes any more
         except subprocess.TimeoutExpired:
             for rank in ranks:
                 os.kill(int(rank), signal.SIGKILL)
@@ -120,9 +132,12 @@ def test_wrong_config_ends_every_rank_with_one_sentence(tmp_path):
 
 
 def test_rank_that_does_not_answer_ends_the_others_in_the_time_that_was_set(tmp_path):
-    """Nothing is agreed in the middle of a step: the other rank must notice by itself."""
+    """Nothing is agreed in the middle of a step: the other rank must notice by itself.
+
+    The time also holds for the ranks to meet, so it must leave two processes on a busy machine time to start.
+    """
     config = toy_config(
-        tmp_path, tensor_model_parallel_size=2, max_steps=100000, distributed_timeout_s=5, eval_data=None
+        tmp_path, tensor_model_parallel_size=2, max_steps=_ENDLESS, distributed_timeout_s=15, eval_data=None
     )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -134,9 +149,7 @@ def test_rank_that_does_not_answer_ends_the_others_in_the_time_that_was_set(tmp_
     ):
         _wait_for_step(config, 2, first)
         second.send_signal(signal.SIGSTOP)
-        stopped_at = time.monotonic()
-        _, said = first.communicate(timeout=_LIMIT_S)
-        assert time.monotonic() - stopped_at < 5 + 20
+        _, said = first.communicate(timeout=_LIMIT_S)  # not set, the time is 600 s
     assert first.returncode == 1
     assert "megatron-frozen (rank 0): error: another rank is gone or did not answer in time" in said
     assert "Traceback" not in said

@@ -34,7 +34,7 @@ def _fail_on_1(rank: int, world_size: int) -> None:
 def _wait_for_ever(rank: int, world_size: int) -> None:
     if rank == 0:
         dist.barrier()
-    time.sleep(4)
+    time.sleep(12)  # longer than rank 0 waits for it
 
 
 def _return_a_function(rank: int, world_size: int) -> Any:
@@ -73,7 +73,7 @@ def test_whose_value_cannot_travel() -> None:
 
 
 def test_whose_ranks_do_not_meet() -> None:
-    run_ranks(2, _wait_for_ever, timeout_s=1)
+    run_ranks(2, _wait_for_ever, timeout_s=5)
 
 
 def test_after_those_that_failed() -> None:

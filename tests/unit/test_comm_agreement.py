@@ -57,7 +57,7 @@ def raise_together_body(rank: int, world_size: int) -> None:
 
 
 def test_raise_together_names_rank_and_cause() -> None:
-    run_ranks(3, raise_together_body, timeout_s=60)
+    run_ranks(3, raise_together_body)
 
 
 def read_row(number: int, *, rank: int) -> int:
@@ -85,7 +85,7 @@ def together_body(rank: int, world_size: int) -> None:
 
 
 def test_together_ends_all_ranks_inside_a_try_block() -> None:
-    run_ranks(3, together_body, timeout_s=60)
+    run_ranks(3, together_body)
 
 
 def crossing_groups_body(rank: int, world_size: int) -> None:
@@ -122,8 +122,8 @@ def one_group_only_body(rank: int, world_size: int) -> None:
 
 
 def test_nested_blocks_and_groups() -> None:
-    run_ranks(4, crossing_groups_body, timeout_s=60)
-    run_ranks(4, one_group_only_body, timeout_s=60)
+    run_ranks(4, crossing_groups_body)
+    run_ranks(4, one_group_only_body)
 
 
 def first_rank_body(rank: int, world_size: int) -> None:
@@ -153,7 +153,7 @@ def first_rank_body(rank: int, world_size: int) -> None:
 
 
 def test_on_first_rank_runs_once_and_fails_everywhere() -> None:
-    run_ranks(3, first_rank_body, timeout_s=60)
+    run_ranks(3, first_rank_body)
 
 
 def test_one_rank_without_a_process_group() -> None:

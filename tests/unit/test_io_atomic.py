@@ -37,7 +37,7 @@ def killed_writer(tmp_path: Path, *, kind: str) -> None:
             {write}
             os.kill(os.getpid(), signal.SIGKILL)
     """)
-    result = subprocess.run([sys.executable, "-c", script], timeout=60, check=False)
+    result = subprocess.run([sys.executable, "-c", script], timeout=300, check=False)
     assert result.returncode == -signal.SIGKILL
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_frozen.errors import CheckpointError, DataError
@@ -164,7 +164,7 @@ def test_a_trailing_question_is_left_out(tmp_path: Path) -> None:
 text = st.text(alphabet="Hi 2+=.\n\t\u00e9\U0001f600 ", min_size=1, max_size=12).filter(str.strip)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(turns=st.lists(st.tuples(text, text), min_size=1, max_size=3))
 def test_any_chat_learns_exactly_its_answers(tmp_path_factory: pytest.TempPathFactory, turns: list) -> None:
     tokenizer = tokenizer_for(tmp_path_factory.mktemp("toy"), CHAT_ML)
