@@ -53,10 +53,11 @@ def one_layer_of_64(folder: Path) -> CausalLM:
 
 
 def case_37() -> tuple[Tensor, Tensor, Tensor]:
+    """W, A and B. The factors have so few digits that fp32 holds their product, in whatever order a CPU sums it."""
     generator = torch.Generator().manual_seed(0)
     W = (torch.randn(64, 64, generator=generator) * 0.05).bfloat16()
-    A = torch.randn(16, 64, generator=generator) * 0.1
-    return W, A, torch.randn(64, 16, generator=generator) * 0.02
+    A = (torch.randn(16, 64, generator=generator) * 102).round() / 2**10
+    return W, A, (torch.randn(64, 16, generator=generator) * 82).round() / 2**12
 
 
 def test_each_merged_entry_is_the_rightly_rounded_one(tmp_path):
@@ -73,7 +74,7 @@ def test_each_merged_entry_is_the_rightly_rounded_one(tmp_path):
     merged = io.read_safetensors(tmp_path / "bf16" / "model.safetensors")[f"{Q_PROJ}.weight"]
     assert torch.equal(merged, exact.bfloat16())
     in_bf16 = W + 2 * (B.bfloat16() @ A.bfloat16())
-    assert (in_bf16 != exact.bfloat16()).sum() > 1000  # the control: what arithmetic in bf16 would give
+    assert (in_bf16 != exact.bfloat16()).sum() > 500  # the control: what arithmetic in bf16 would give
 
     merge_adapter(model, tmp_path / "fp32", dtype=torch.float32)
     tensors = io.read_safetensors(tmp_path / "fp32" / "model.safetensors")

@@ -232,12 +232,15 @@ def test_delta_is_the_product_in_fp32_for_one_named_adapter() -> None:
 
 
 def test_a_merge_with_the_delta_rounds_every_entry_right() -> None:
-    """Case 37: fp32 product and sum, one cast; an all-bf16 merge is wrong in about 1234 of 4096 entries."""
+    """Case 37: fp32 product and sum, one cast; an all-bf16 merge is wrong in some 800 of 4096 entries.
+
+    The factors have so few digits that their product is exact, or its last bit would differ from CPU to CPU.
+    """
     torch.manual_seed(0)
     weight = (0.05 * torch.randn(64, 64)).bfloat16()
-    full_A, full_B = 0.1 * torch.randn(16, 64), 0.02 * torch.randn(64, 16)
+    full_A, full_B = (102 * torch.randn(16, 64)).round() / 2**10, (82 * torch.randn(64, 16)).round() / 2**12
     merged = (weight.float() + adapter_delta(with_adapter(column(weight), full_A, full_B))).bfloat16()
     exact = (weight.double() + 2 * full_B.double() @ full_A.double()).bfloat16()
     assert torch.equal(merged, exact)
     all_bf16 = weight + 2 * (full_B.bfloat16() @ full_A.bfloat16())
-    assert (all_bf16 != exact).sum() > 1000
+    assert (all_bf16 != exact).sum() > 500
