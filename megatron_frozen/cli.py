@@ -19,6 +19,7 @@ from typing import Any
 from megatron_frozen.bench.commands import NAMES, overview, run_bench
 from megatron_frozen.bench.runner import REPEATS
 from megatron_frozen.checkpoint.demo_model import fetch_demo_model
+from megatron_frozen.diagnostics.diagnosing import diagnose_script
 from megatron_frozen.diagnostics.facts import aligned, facts_table, installed_version
 from megatron_frozen.environment import launched_rank
 from megatron_frozen.errors import ConfigError, MegatronFrozenError
@@ -30,6 +31,7 @@ from megatron_frozen.train.job import train
 from megatron_frozen.train.launch import is_lost_rank
 from megatron_frozen.train.schema import DTYPES
 
+_OF_SCRIPTS = {"run": run_script, "diagnose": diagnose_script}
 _UNREAD = 128 + signal.SIGPIPE  # as a shell has it
 _FIRST_RANK_SPEAKS_S = 10.0  # how long another rank leaves it to the first one to say what went wrong
 
@@ -116,9 +118,10 @@ def _rank_and_world_size() -> tuple[int, int]:
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the command and its options. What follows `run` is a script's, and looked at by nobody else."""
-    if argv[:1] == ["run"] and not {"-h", "--help"} & set(argv[1:2]):
-        return argparse.Namespace(run=lambda _: run_script(argv[1:]))
+    """Return the command and its options. What follows one that runs a script is the script's, and looked at by nobody
+    else."""
+    if argv and argv[0] in _OF_SCRIPTS and not {"-h", "--help"} & set(argv[1:2]):
+        return argparse.Namespace(run=lambda _: _OF_SCRIPTS[argv[0]](argv[1:]))
     return _parser().parse_args(argv)
 
 
@@ -172,17 +175,23 @@ def _parser() -> argparse.ArgumentParser:
         )
     )
 
-    _add_run(commands)
+    _add_script_commands(commands)
 
     command = commands.add_parser("env", help="what this installation runs on")
     command.set_defaults(run=lambda _: print(facts_table(), _backends_table(), sep="\n\n"))
     return parser
 
 
-def _add_run(commands: Any) -> None:
-    usage = "megatron-frozen run SCRIPT [ARGUMENT ...] | -m MODULE [ARGUMENT ...]"
-    text = "MEGATRON_FROZEN_PATCH=0 in the environment leaves the patch out."
-    commands.add_parser("run", help="run a script with megatron-core patched", usage=usage, description=text)
+def _add_script_commands(commands: Any) -> None:
+    for name, short, text in (
+        ("run", "run a script with megatron-core patched",
+         "MEGATRON_FROZEN_PATCH=0 in the environment leaves the patch out."),
+        ("diagnose", "run a script and say which of its matrix products take longer than they need, where and why",
+         "The report comes on stderr when the script ends; a few steps are enough. It sees neither into what "
+         "torch.compile has compiled nor into other processes."),
+    ):  # fmt: skip
+        usage = f"megatron-frozen {name} SCRIPT [ARGUMENT ...] | -m MODULE [ARGUMENT ...]"
+        commands.add_parser(name, help=short, usage=usage, description=text)
 
 
 def _backends_table() -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_frozen.diagnostics import Recorder
+from megatron_frozen.diagnostics import Diagnosis, Recorder
 from megatron_frozen.integrations import megatron_core as integration
 from tests.functional import megatron_ddp_ranks as ddp
 from tests.functional.megatron_cpu import block_spec, gpt_config, gpt_model, megatron_on_cpu, tokens
@@ -139,6 +139,15 @@ def train(rank: int, world_size: int, options: Options) -> dict[str, Any]:
                     parameter -= 0.5 * parameter.grad
             grads.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
         return {"losses": losses, "grads": grads}
+
+
+def diagnose(rank: int, world_size: int, options: Options) -> list[tuple[object, ...]]:
+    """Watch a backward from logits that come back as [b, s, V]; return what each finding names."""
+    with megatron_on_cpu(tp=options["tp"]), _patched(options):
+        model, (ids, positions, mask, _) = _build(options), tokens(seed=0)
+        with Diagnosis() as found:
+            model(ids, positions, mask, labels=None).sin().sum().backward()
+    return [(f.module, f.direction.value, f.fault.value, f.shape, f.stride, f.matrix) for f in found.findings]
 
 
 class UpstreamUntied(ddp.Untied):

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from megatron_frozen.testing import run_ranks
-from tests.functional.megatron_patch_ranks import UpstreamTied, UpstreamUntied, ddp_errors, layer, train, unsharded
+from tests.functional.megatron_cpu import BATCH, SEQUENCE, VOCAB
+from tests.functional.megatron_patch_ranks import (
+    UpstreamTied,
+    UpstreamUntied,
+    ddp_errors,
+    diagnose,
+    layer,
+    train,
+    unsharded,
+)
 
 # The dim along which the parts of two ranks make the whole; None: each rank has it all.
 DIMS: dict[tuple[str, bool], dict[str, int | None]] = {
@@ -97,3 +106,12 @@ def test_the_biases_of_a_frozen_gpt_model_learn() -> None:
         assert mine["grads"][0].keys() == {f"decoder.layers.{index}.self_attention.linear_qkv.bias" for index in (0, 1)}
         assert nothing["grads"] == [{}, {}]
         _close(mine["grads"][0], upstream["grads"][0])
+
+
+def test_the_diagnosis_of_a_gpt_model() -> None:
+    """It names the frozen head's backward as installed, and nothing once patched."""
+    options = {"frozen": True, "tp": 2}
+    shape, stride = (SEQUENCE, BATCH, VOCAB // 2), (VOCAB // 2, SEQUENCE * VOCAB // 2, 1)
+    head = ("GPTModel.output_layer", "dgrad", "batched", shape, stride, (VOCAB // 2, 16))
+    assert run_ranks(2, diagnose, {**options, "patched": False}) == [[head], [head]]
+    assert run_ranks(2, diagnose, {**options, "patched": True}) == [[], []]

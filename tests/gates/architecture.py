@@ -14,7 +14,7 @@ from tests.gates.source import PACKAGE, Module, dotted, functions, imports
 # gemm fill its buffers, and bench measures on the ranks that testing starts.
 RUNGS = {
     "errors": 0, "layout": 0.5, "partition": 0.5, "storage": 0.5, "environment": 0.5,
-    "io": 0.6, "kernels": 0.7,
+    "io": 0.6, "script": 0.6, "kernels": 0.7,
     "gemm": 1, "comm": 1, "diagnostics": 1, "main_grad": 1.5,
     "autograd": 2, "params": 2,
     "functional": 3, "layers": 4,
