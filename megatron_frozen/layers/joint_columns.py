@@ -12,10 +12,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
-from megatron_frozen import gemm
 from megatron_frozen.autograd import AdaptedParts, FrozenSplitWithAdapters
 from megatron_frozen.layers.column_parallel import ColumnParallelLinear
-from megatron_frozen.layers.parts import dgrad_in_fp32, is_watched, split_linear
+from megatron_frozen.layers.parts import is_plain_and_frozen, is_watched, split_linear
 from megatron_frozen.params import SharesGroups
 from megatron_frozen.storage import adjacent_view, repack_
 
@@ -118,7 +117,7 @@ def multiply_together(modules: Sequence[nn.Module], input_: torch.Tensor) -> tor
             sequence_parallel=False,
             tp_group=bases[0].tp_group,
         )
-    if not _is_plain_and_frozen(bases[0], weights, input_):
+    if not is_plain_and_frozen(weights, input_, config=bases[0].config):
         return None
     scales = tuple(known[i].scale for i in adapted)
     beside = AdaptedParts(len(known), bool(biases), adapted, scales, keeps_concatenation=not is_gathered)
@@ -161,12 +160,4 @@ def _fit(parts: Sequence[ColumnPart], input_: torch.Tensor) -> bool:
         and base.embedding_activation_buffer is None
         and base.grad_output_buffer is None
         for base in (part.base for part in parts)
-    )
-
-
-def _is_plain_and_frozen(base: ColumnParallelLinear, weights: Sequence[torch.Tensor], input_: torch.Tensor) -> bool:
-    return (
-        not any(weight.requires_grad for weight in weights)
-        and not gemm.autocast_is_on(input_)
-        and not dgrad_in_fp32(base.config)
     )

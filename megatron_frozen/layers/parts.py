@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.modules.module as torch_module
 
-from megatron_frozen import environment
+from megatron_frozen import environment, gemm
 from megatron_frozen.comm import (
     Group,
     chosen_group,
@@ -77,6 +77,15 @@ def dgrad_in_fp32(config: Any) -> bool:
     """Return whether ``config`` or the environment asks for dX to be multiplied in fp32."""
     # Megatron's configs, which are taken in place of ours, do not have the field.
     return getattr(config, "dgrad_in_fp32", False) or environment.switch(environment.LINEAR_DGRAD_FP32)
+
+
+def is_plain_and_frozen(weights: Sequence[torch.Tensor], input_: torch.Tensor, *, config: Any) -> bool:
+    """Return whether a layer's product of these weights is X W^T and dY W, with no cast and no weight gradient."""
+    return (
+        all(weight.dtype == input_.dtype and not weight.requires_grad for weight in weights)
+        and not gemm.autocast_is_on(input_)
+        and not dgrad_in_fp32(config)
+    )
 
 
 def dgrad_sum_in_fp32(config: Any) -> bool:

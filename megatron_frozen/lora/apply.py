@@ -11,6 +11,7 @@ from torch import nn
 from megatron_frozen.comm import WORLD, together
 from megatron_frozen.errors import ConfigError, nearest
 from megatron_frozen.lora.config import LoraConfig
+from megatron_frozen.lora.factors import Factors
 from megatron_frozen.lora.init import init_lora_a, shared_seed
 from megatron_frozen.lora.layer import LoraLinear
 from megatron_frozen.lora.targets import find_targets, named_modules_around_adapters
@@ -61,7 +62,7 @@ def _starting_factors(config: LoraConfig, seed: int) -> FullFactors:
 
 def check_new_name(model: nn.Module, adapter_name: str) -> None:
     """Raise ConfigError unless ``adapter_name`` is free and can be part of a parameter's name."""
-    if not adapter_name or "." in adapter_name or hasattr(nn.ParameterDict, adapter_name):
+    if not adapter_name or "." in adapter_name or hasattr(Factors(), adapter_name):
         raise ConfigError(
             f"adapter_name {adapter_name!r} cannot be part of a parameter's name; give a plain word such as 'default'"
         )

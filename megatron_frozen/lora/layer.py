@@ -1,12 +1,8 @@
 """A tensor-parallel linear with LoRA adapters beside it, which add no collective to it.
 
 Base and branch meet between the base's own communication: the input enters the parallel region once, both multiply it,
-and their sum leaves once. In the backward their input gradients meet before the one reduction likewise.
-
-| base | A | B | has a partial gradient on each rank, summed once per step |
-|---|---|---|---|
-| column | (r, in), the same on all ranks | (out / tp, r) | A |
-| row | (r, in / tp) | (out, r), the same on all ranks | B |
+and their sum leaves once. In the backward their input gradients meet before the one reduction likewise. See
+``lora.factors`` for how factors are cut over ranks; the parts of a gradient that ranks share are summed once per step.
 """
 
 from __future__ import annotations
@@ -16,21 +12,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from megatron_frozen import gemm
-from megatron_frozen.autograd import AddLowRank, FrozenLinearWithAdapter
 from megatron_frozen.comm import Group
 from megatron_frozen.errors import ConfigError
 from megatron_frozen.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_frozen.layers.joint_columns import ColumnPart
-from megatron_frozen.layers.parts import dgrad_in_fp32
+from megatron_frozen.layers.parts import is_plain_and_frozen
 from megatron_frozen.lora.config import LoraConfig
-from megatron_frozen.lora.factors import Factors, drop_entries
-from megatron_frozen.params import (
-    gather_full,
-    mark_partial_grad,
-    set_tensor_model_parallel_attributes,
-    shard_of,
-)
+from megatron_frozen.lora.factors import empty_pair, low_rank_delta, multiply_adapted
 
 Linear: TypeAlias = ColumnParallelLinear | RowParallelLinear
 _PLAIN_PRODUCTS = (ColumnParallelLinear.multiply, RowParallelLinear.multiply)
@@ -85,11 +73,9 @@ class LoraLinear(nn.Module):
         super().__init__()
         if (why_not := unsupported(base_layer)) is not None:
             raise ConfigError(f"LoraLinear was given a base layer it cannot wrap: {why_not}")
-        self.base_layer = base_of(base_layer)
-        self.is_column = isinstance(base_layer, ColumnParallelLinear)
+        self.base_layer = base = base_of(base_layer)
         self.adapters: dict[str, LoraConfig] = {}
-        self.lora_A = Factors()
-        self.lora_B = Factors()
+        self.lora_A, self.lora_B = empty_pair(is_column=isinstance(base, ColumnParallelLinear), tp_group=base.tp_group)
         self.active_adapter = None
 
     @property
@@ -112,39 +98,18 @@ class LoraLinear(nn.Module):
     def add_adapter(self, adapter_name: str, config: LoraConfig, *, full_A: torch.Tensor, full_B: torch.Tensor) -> None:
         """Add an adapter from full factors A [r, in] and B [out, r]; this rank keeps its part. No collective."""
         assert adapter_name not in self.adapters
-        weight = self.weight
         for factors, full in ((self.lora_A, full_A), (self.lora_B, full_B)):
-            shard = self._shard(full, of=factors).to(weight.device, config.dtype or weight.dtype, copy=True)
-            factor = nn.Parameter(shard)
-            if self._is_sharded(factors):
-                set_tensor_model_parallel_attributes(factor, is_parallel=True, dim=self._sharded_dim, stride=1)
-            else:
-                mark_partial_grad(factor)
-            factors[adapter_name] = factor
+            factors.add(adapter_name, full, like=self.weight, dtype=config.dtype, is_summed_later=True)
         self.adapters[adapter_name] = config
 
-    @torch.no_grad()
     def set_factors(self, adapter_name: str, *, full_A: torch.Tensor, full_B: torch.Tensor) -> None:
         """Overwrite an adapter with this rank's parts of full factors A [r, in] and B [out, r]. No collective."""
-        self.lora_A[adapter_name].copy_(self._shard(full_A, of=self.lora_A))
-        self.lora_B[adapter_name].copy_(self._shard(full_B, of=self.lora_B))
+        self.lora_A.overwrite(adapter_name, full_A)
+        self.lora_B.overwrite(adapter_name, full_B)
 
     def full_factors(self, adapter_name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Return A [r, in] and B [out, r] on every rank of the group, in their own dtype. One all-gather."""
-        A, B = self.lora_A[adapter_name], self.lora_B[adapter_name]
-        return gather_full(A, group=self.tp_group), gather_full(B, group=self.tp_group)
-
-    @property
-    def _sharded_dim(self) -> int:
-        return 0 if self.is_column else 1
-
-    def _is_sharded(self, factors: nn.ParameterDict) -> bool:
-        return factors is (self.lora_B if self.is_column else self.lora_A)
-
-    def _shard(self, full: torch.Tensor, *, of: nn.ParameterDict) -> torch.Tensor:
-        if not self._is_sharded(of):
-            return full
-        return shard_of(full, partition_dim=self._sharded_dim, group=self.tp_group)
+        return self.lora_A.full(adapter_name), self.lora_B.full(adapter_name)
 
     def forward(self, input_: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the base's ``(output, bias)``, with scale * B A dropout(input) of the active adapter in the output.
@@ -168,39 +133,22 @@ class LoraLinear(nn.Module):
         if name is None:
             return ColumnPart(self.base_layer)
         config = self.adapters[name]
-        if self._drops(config) or type(self)._multiply is not LoraLinear._multiply:
+        if (self.training and config.dropout > 0) or type(self)._multiply is not LoraLinear._multiply:
             return None
         return ColumnPart(self.base_layer, self.lora_A[name], self.lora_B[name], config.scale)
 
-    def _drops(self, config: LoraConfig) -> bool:
-        return self.training and config.dropout > 0
-
     def _multiply(self, input_parallel: torch.Tensor, config: LoraConfig, *, name: str) -> torch.Tensor:
-        factors = self.lora_A[name], self.lora_B[name]
-        drops = self._drops(config)
-        if not drops and self._takes_the_plain_product(input_parallel):
-            return FrozenLinearWithAdapter.apply(input_parallel, self.weight, *factors, config.scale)
-        output_parallel, scale = self.base_layer.multiply(input_parallel), config.scale
-        if drops:
-            input_parallel = drop_entries(
-                input_parallel,
-                p=config.dropout,
-                full_width=self.base_layer.input_size,
-                cut_over=None if self.is_column else self.tp_group,
-            )
-            scale /= 1 - config.dropout
-        return AddLowRank.apply(output_parallel, input_parallel, *factors, scale)
-
-    def _takes_the_plain_product(self, input_: torch.Tensor) -> bool:
-        """Return whether base.multiply is X W^T of a frozen W with no cast and no option; the base judges all else."""
-        weight = self.weight
-        return (
-            not weight.requires_grad
-            and type(self.base_layer).multiply in _PLAIN_PRODUCTS
-            and weight.dtype == input_.dtype
-            and weight.shape[1] == input_.shape[-1]
-            and not gemm.autocast_is_on(input_)
-            and not dgrad_in_fp32(self.base_layer.config)
+        base, weight = self.base_layer, self.weight
+        return multiply_adapted(
+            base,
+            input_parallel,
+            self.lora_A[name],
+            self.lora_B[name],
+            scale=config.scale,
+            p=config.dropout if self.training else 0.0,
+            is_plain=type(base).multiply in _PLAIN_PRODUCTS
+            and weight.shape[1] == input_parallel.shape[-1]  # else the base says what is wrong
+            and is_plain_and_frozen([weight], input_parallel, config=base.config),
         )
 
     def extra_repr(self) -> str:
@@ -220,6 +168,4 @@ def adapter_delta(layer: LoraLinear, *, adapter_name: str | None = None) -> torc
             f"adapter {name!r} is not on this layer, which holds {', '.join(layer.adapters) or 'none'}; "
             f"name one that it holds"
         )
-    A, B = layer.lora_A[name].detach(), layer.lora_B[name].detach()
-    wide = torch.promote_types(layer.weight.dtype, torch.float32)
-    return gemm.dgrad(B.to(wide), A.to(wide)).mul_(layer.adapters[name].scale)
+    return low_rank_delta(layer.lora_A[name], layer.lora_B[name], scale=layer.adapters[name].scale, weight=layer.weight)

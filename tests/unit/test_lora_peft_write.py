@@ -147,7 +147,7 @@ def _reload(rank: int, world_size: int, base: Path, folder: Path) -> tuple[Tenso
     for _, layer in named_lora_layers(model):
         full_A, full_B = layer.full_factors("again")
         full = layer.adapters["again"].scale * full_B.double() @ full_A.double()
-        delta = shard_of(full, partition_dim=0 if layer.is_column else 1, group=group)
+        delta = shard_of(full, partition_dim=1 if layer.lora_B.cut_dim is None else 0, group=group)
         is_slice = is_slice and torch.allclose(adapter_delta(layer).double(), delta, atol=1e-6)
     with torch.no_grad():
         return _joined(model(IDS)), _full(model), is_slice
