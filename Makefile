@@ -31,12 +31,12 @@ test: $(READY)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 
 docker-test-gpu:
-	docker build --target gpu --build-arg EXTRA=test --tag megatron-frozen:gpu-test .
+	docker build --build-arg ON=gpu --build-arg EXTRA=test --tag megatron-frozen:gpu-test .
 	docker run --rm --gpus all --ipc=host --ulimit memlock=-1 --ulimit stack=67108864 megatron-frozen:gpu-test \
 		torchrun --standalone --nproc-per-node gpu -m pytest tests/functional $(ARGS)
 
 docker-test-cpu:
-	docker build --target cpu --build-arg EXTRA=test --build-arg PIP_EXTRA_INDEX_URL --tag megatron-frozen:cpu-test .
+	docker build --build-arg ON=cpu --build-arg EXTRA=test --build-arg PIP_EXTRA_INDEX_URL --tag megatron-frozen:cpu-test .
 	docker run --rm --ipc=host --env OMP_NUM_THREADS=1 megatron-frozen:cpu-test \
 		python -m pytest tests/functional $(ARGS)
 

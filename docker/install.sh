@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs megatron_frozen from this source tree: what both targets of the Dockerfile run, and CI in a clean environment.
+# Installs megatron_frozen from this source tree: what both images of the Dockerfile run, and CI in a clean environment.
 #
 #   docker/install.sh [EXTRA]    EXTRA of setup.py is train if not given; PYTHON is the interpreter, python3 if not set
 #

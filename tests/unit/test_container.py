@@ -9,21 +9,22 @@ import re
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from tests.gates.source import PACKAGE, ROOT
 from tests.gates.tree import tracked_files
 
 _INSTALL = ROOT / "docker" / "install.sh"
 
 Stage = list[tuple[str, str]]
+BASES = ("base-gpu", "base-cpu")
+RECIPE = "base-${ON}"
+"""The stage without a name of its own, which is built on either base."""
 
 
 def stages() -> dict[str, Stage]:
-    """Return the (instruction, arguments) of each target, the first of them its FROM."""
+    """Return the (instruction, arguments) of each stage, the first of them its FROM; what stands above under ""."""
     text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
-    found: dict[str, Stage] = {}
     name = ""
+    found: dict[str, Stage] = {name: []}
     for line in text.splitlines():
         if not line or line.startswith("#"):
             continue
@@ -39,19 +40,22 @@ def arguments_of(stage: Stage, instruction: str) -> list[str]:
     return [arguments for name, arguments in stage if name == instruction]
 
 
-def test_two_targets_on_pinned_bases() -> None:
-    bases = {name: arguments_of(stage, "FROM")[0] for name, stage in stages().items()}
-    assert set(bases) == {"gpu", "cpu"}
-    assert re.fullmatch(r"nvcr\.io/nvidia/pytorch:\d{2}\.\d{2}-py3 AS gpu", bases["gpu"])
-    assert re.fullmatch(r"python:3\.\d+\.\d+-slim AS cpu", bases["cpu"])
+def test_one_recipe_on_two_pinned_bases() -> None:
+    found = stages()
+    assert list(found) == ["", *BASES, RECIPE]
+    gpu, cpu = (arguments_of(found[name], "FROM")[0] for name in BASES)
+    assert re.fullmatch(r"nvcr\.io/nvidia/pytorch:\d{2}\.\d{2}-py3 AS base-gpu", gpu)
+    assert re.fullmatch(r"python:3\.\d+\.\d+-slim AS base-cpu", cpu)
+    assert found[""] == [("ARG", "ON=gpu")]
+    built = re.findall(r"docker build --build-arg ON=(\w+)", (ROOT / "Makefile").read_text())
+    assert sorted(f"base-{on}" for on in built) == sorted(BASES)
 
 
-@pytest.mark.parametrize("target", ["gpu", "cpu"])
-def test_each_target_installs_by_the_script_alone_and_ends_as_a_user(target: str) -> None:
-    stage = stages()[target]
+def test_it_installs_by_the_script_alone_and_ends_as_a_user() -> None:
+    stage = stages()[RECIPE]
     runs = arguments_of(stage, "RUN")
     assert [run for run in runs if "install.sh" in run] == ['docker/install.sh "$EXTRA"']
-    assert not [run for run in runs if "pip" in run]
+    assert not [run for part in stages().values() for run in arguments_of(part, "RUN") if "pip" in run]
     (user,) = arguments_of(stage, "USER")
     assert user not in {"root", "0"}
     assert any(f"useradd --create-home --uid 10001 {user}" in run for run in runs)
@@ -59,11 +63,10 @@ def test_each_target_installs_by_the_script_alone_and_ends_as_a_user(target: str
     assert stage.index(("USER", user)) > last_run
 
 
-@pytest.mark.parametrize("target", ["gpu", "cpu"])
-def test_what_is_copied_is_there_and_let_in(target: str) -> None:
+def test_what_is_copied_is_there_and_let_in() -> None:
     ignore = (ROOT / ".dockerignore").read_text().splitlines()
     assert "*" in ignore
-    sources = [source for line in arguments_of(stages()[target], "COPY") for source in line.split()[:-1]]
+    sources = [source for line in arguments_of(stages()[RECIPE], "COPY") for source in line.split()[:-1]]
     assert {"docker", PACKAGE, "tests", "examples", "requirements-dev.txt"} <= set(sources)
     assert not [source for source in sources if not (ROOT / source).exists()]
     assert {line.removeprefix("!") for line in ignore if line.startswith("!")} == set(sources)
