@@ -168,10 +168,13 @@ def _patch_for(way: str) -> contextlib.AbstractContextManager[object]:
 
 def _model(sizes: Sizes, *, dtype: torch.dtype) -> Any:
     """Return a Llama-like GPTModel with adapters, the same for every call up to the rounding of its numbers."""
-    transformer_config = upstream.core("transformer").TransformerConfig
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="full scope is deprecated")  # which is a default of its own
-        config = transformer_config(**_model_options(sizes, dtype=dtype))
+    config = llama_config(
+        num_layers=sizes.num_layers,
+        hidden_size=sizes.hidden,
+        ffn_hidden_size=3 * sizes.hidden,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = upstream.core("models.gpt").GPTModel(
@@ -193,11 +196,9 @@ def _model(sizes: Sizes, *, dtype: torch.dtype) -> Any:
     return model.to(dtype)
 
 
-def _model_options(sizes: Sizes, *, dtype: torch.dtype) -> dict[str, Any]:
-    return {
-        "num_layers": sizes.num_layers,
-        "hidden_size": sizes.hidden,
-        "ffn_hidden_size": 3 * sizes.hidden,
+def llama_config(**options: Any) -> Any:
+    """Return a TransformerConfig of a Llama-like model of four heads for the CPU; ``options`` count before the rest."""
+    common = {
         "num_attention_heads": 4,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
@@ -210,9 +211,10 @@ def _model_options(sizes: Sizes, *, dtype: torch.dtype) -> dict[str, Any]:
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,
-        "params_dtype": dtype,
-        "bf16": dtype == torch.bfloat16,
     }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="full scope is deprecated")  # which is a default of its own
+        return upstream.core("transformer").TransformerConfig(**(common | options))
 
 
 def _add_adapter(linear: Any) -> None:
@@ -238,29 +240,42 @@ class _NoTracker:
     def get_states(self) -> dict[str, Tensor]:
         return {}
 
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        assert not states, "states of trackers that there are none of"
+
     def fork(self, name: str = "") -> contextlib.AbstractContextManager[str]:
         return contextlib.nullcontext(name)
 
 
 @contextlib.contextmanager
-def _megatron_on_cpu() -> Iterator[None]:
-    """Set up megatron-core's groups for this process alone, with its two questions to CUDA answered for a CPU."""
-    parallel_state, tensor_parallel = upstream.core("parallel_state"), upstream.core("tensor_parallel")
+def cuda_answered() -> Iterator[None]:
+    """Within this context megatron-core's questions to CUDA, for its device and its trackers, get a CPU's answers."""
+    tensor_parallel = upstream.core("tensor_parallel")
     places: list[tuple[Any, str, Any]] = [(torch.cuda, "current_device", lambda: "cpu")]
     for module in (tensor_parallel, tensor_parallel.random, tensor_parallel.layers):
         places.append((module, "get_cuda_rng_tracker", lambda *_, **__: _NoTracker()))
     before = [getattr(place, name) for place, name, _ in places]
-    is_ours = not dist.is_initialized()
-    if is_ours:
-        dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
     try:
         for place, name, value in places:
             setattr(place, name, value)
-        parallel_state.initialize_model_parallel()
         yield
     finally:
-        parallel_state.destroy_model_parallel()
         for (place, name, _), value in zip(places, before, strict=True):
             setattr(place, name, value)
-        if is_ours:
-            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _megatron_on_cpu() -> Iterator[None]:
+    """Set up megatron-core's groups for this process alone."""
+    parallel_state = upstream.core("parallel_state")
+    is_ours = not dist.is_initialized()
+    if is_ours:
+        dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+    with cuda_answered():
+        try:
+            parallel_state.initialize_model_parallel()
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            if is_ours:
+                dist.destroy_process_group()

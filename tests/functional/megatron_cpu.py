@@ -15,23 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron_frozen.bench.gpt_model import cuda_answered, llama_config
+
 VOCAB, SEQUENCE, BATCH = 32, 8, 2
-
-
-class _NoTracker:
-    """In place of CUDA's random number tracker: one stream of random numbers, the CPU's."""
-
-    def is_initialized(self) -> bool:
-        return False
-
-    def get_states(self) -> dict[str, Tensor]:
-        return {}
-
-    def set_states(self, states: dict[str, Tensor]) -> None:
-        assert not states
-
-    def fork(self, name: str = "") -> contextlib.AbstractContextManager[str]:
-        return contextlib.nullcontext(name)
 
 
 @contextlib.contextmanager
@@ -39,23 +25,20 @@ def megatron_on_cpu(tp: int = 1, **sizes: Any) -> Iterator[None]:
     """Set up megatron-core's groups over the ranks that there are, with CUDA's device and trackers out of the way."""
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")  # of Transformer Engine and apex being absent
-        patch.setattr(torch.cuda, "current_device", lambda: "cpu")
         patch.setattr(torch.cuda, "synchronize", lambda *_: None)  # before a checkpoint is written
-        from megatron.core import parallel_state, tensor_parallel
+        from megatron.core import parallel_state
         from megatron.core.tensor_parallel import random
         from megatron.core.transformer.moe import moe_utils
 
-        patch.setattr(random, "get_cuda_rng_tracker", lambda *_, **__: _NoTracker())
-        patch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda *_, **__: _NoTracker())
-        patch.setattr(tensor_parallel.layers, "get_cuda_rng_tracker", lambda *_, **__: _NoTracker())
         patch.setattr(moe_utils, "te_general_gemm", None, raising=False)  # it asks after it without Transformer Engine
         patch.setattr(random, "_get_cuda_rng_state", lambda *_, **__: None)  # what recomputed layers restore
         patch.setattr(random, "_set_cuda_rng_state", lambda *_, **__: None)
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, **sizes)
-        try:
-            yield
-        finally:
-            parallel_state.destroy_model_parallel()
+        with cuda_answered():
+            parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, **sizes)
+            try:
+                yield
+            finally:
+                parallel_state.destroy_model_parallel()
 
 
 @contextlib.contextmanager
@@ -72,31 +55,10 @@ def child_processes() -> Iterator[None]:
 
 def gpt_config(**overrides: Any) -> Any:
     """Return a TransformerConfig of two small Llama-like layers, four heads in two groups, in fp32."""
-    from megatron.core.transformer import TransformerConfig
-
-    values: dict[str, Any] = {
-        "num_layers": 2,
-        "hidden_size": 16,
-        "ffn_hidden_size": 24,
-        "num_attention_heads": 4,
-        "num_query_groups": 2,
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "add_bias_linear": False,
-        "add_qkv_bias": True,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "use_cpu_initialization": True,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "init_method_std": 0.2,
-    }
+    sizes = {"num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_query_groups": 2, "init_method_std": 0.2}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of defaults of its own that it deprecates
-        return TransformerConfig(**{**values, **overrides})
+        warnings.simplefilter("ignore")  # of what a test may ask for
+        return llama_config(**(sizes | {"add_qkv_bias": True} | overrides))
 
 
 class SequenceParallelNorm(nn.RMSNorm):
