@@ -28,7 +28,7 @@ def write_page(config: BenchConfig, *, abouts: Mapping[str, str]) -> None:
     Under a benchmark's targets stands the text of notes/NAME.md there, NAME being its CSV file's; the same files make
     the same page, byte for byte.
 
-    Raises ConfigError where the folder holds no CSV file.
+    Raises ConfigError where the folder holds no CSV file, or one that is not whole.
     """
     files = sorted(config.output.glob("*.csv"), key=lambda path: _place(path.stem, abouts))
     if not files:
@@ -60,8 +60,21 @@ def _bench(stem: str) -> str:
 
 
 def _read(path: Path) -> Rows:
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    """Return the rows of a file, also of one that a spreadsheet saved with a byte order mark.
+
+    Raises ConfigError where it is cut off or no CSV file.
+    """
+    rows: list[list[str]] = []
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = [row for row in csv.reader(file) if row]
+    except (UnicodeDecodeError, csv.Error):
+        pass  # as good as empty
+    if len(rows) < 2 or any(len(row) != len(rows[0]) for row in rows):
+        raise ConfigError(
+            f"{path} is cut off or no CSV file of a benchmark; run the benchmark again, or move the file away"
+        )
+    return [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
 
 
 def _summary(found: Mapping[str, Rows]) -> str:

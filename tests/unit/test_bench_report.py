@@ -104,6 +104,37 @@ def test_a_folder_without_results_is_refused(tmp_path: Path, capsys: pytest.Capt
     assert "no CSV file lies in" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b"",
+        b"kind,met\n",
+        b"kind,met\ntarget,yes\nti",
+        b"kind,met\ntarget,yes,8x8\n",
+        b"kind,met\ntarget,\xff\n",
+        "kind,met\ntarget,yes\n".encode("utf-16"),
+        b"kind,met\n" + b"x" * 200_000 + b",yes\n",  # more than a field may hold
+    ],
+    ids=["empty", "no row", "cut off", "one field more", "bytes", "utf-16", "no end"],
+)
+def test_a_file_that_is_not_whole_is_named(broken: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(tmp_path)
+    (tmp_path / "linear.csv").write_bytes(broken)
+    assert main(["bench", "report", "--output", str(tmp_path)]) == 2
+    assert f"{tmp_path / 'linear.csv'} is cut off or no CSV file of a benchmark; run" in capsys.readouterr().err
+    assert not (tmp_path / "README.md").exists()
+
+
+def test_a_file_that_a_spreadsheet_saved_makes_the_same_page(tmp_path: Path) -> None:
+    fill(tmp_path)
+    pages = []
+    for mark in (b"", b"\xef\xbb\xbf"):
+        (tmp_path / "wgrad.csv").write_bytes(mark + (tmp_path / "wgrad.csv").read_bytes())
+        assert main(["bench", "report", "--output", str(tmp_path)]) == 0
+        pages.append((tmp_path / "README.md").read_bytes())
+    assert pages[0] == pages[1]
+
+
 def test_all_runs_what_needs_no_gpu_and_names_what_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
