@@ -29,7 +29,7 @@ from megatron_frozen.bench.comm_ranks import (
     SizesConfig,
     count,
 )
-from megatron_frozen.bench.runner import BenchConfig, Row, bar_picture, stamp, text_table, write_csv
+from megatron_frozen.bench.runner import BenchConfig, Row, bar_picture, stamp, telling, text_table, write_csv
 from megatron_frozen.bench.targets import at_most, number
 from megatron_frozen.testing import run_ranks
 
@@ -43,19 +43,20 @@ def run(config: BenchConfig) -> None:
     """Count on 2 and on 4 ranks of this machine, time pieces on 2, print tables, write comm.csv and comm.png."""
     mark = stamp(dataclasses.replace(config, device="cpu"))
     rows = [mark | row for num_ranks in RANKS for row in measure(num_ranks, small=config.small)]
-    print(text_table(rows, COLUMNS), end="\n\n")
     targets = [mark | row for row in verdicts(rows)]
-    print(text_table(targets, ("layer", "ranks", "sequence_parallel", "phase", "figure", "value", "target", "met")))
     pieces = [mark | row for row in comm_pieces.measure(config)]
-    print(text_table(pieces, comm_pieces.COLUMNS))
-    write_csv(config.output / "comm.csv", rows + targets + pieces)
+    columns = ("layer", "ranks", "sequence_parallel", "phase", "figure", "value", "target", "met")
+    tables = (text_table(rows, COLUMNS), text_table(targets, columns), text_table(pieces, comm_pieces.COLUMNS))
     groups: dict[str, dict[str, float]] = {}
     for row in rows:
         if row["layer"] != DECODER_LAYER and row["phase"] != STEP:
             group = groups.setdefault(f"{row['ranks']} ranks{', seq. par.' if row['sequence_parallel'] else ''}", {})
             scheme = str(row["scheme"])
             group[scheme] = group.get(scheme, 0.0) + number(row, "payload_bytes") / 2**20
-    bar_picture(config.output / "comm.png", groups, title="Collectives of one decoder layer", label="MiB, both passes")
+    path, title = config.output / "comm.csv", "Collectives of one decoder layer"
+    with telling("\n\n".join(tables), path=path):
+        write_csv(path, rows + targets + pieces)
+        bar_picture(path.with_suffix(".png"), groups, title=title, label="MiB of tensors, both passes")
 
 
 def measure(num_ranks: int, *, small: bool) -> list[Row]:

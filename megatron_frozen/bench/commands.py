@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 import textwrap
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from megatron_frozen import kernels
 from megatron_frozen.bench import comm, gpt_model, gpu_check, growth, linear, lora_step, rl_step, wgrad
 from megatron_frozen.bench.report import write_page
 from megatron_frozen.bench.runner import REPEATS, BenchConfig
@@ -25,8 +28,8 @@ BENCHES: dict[str, tuple[Callable[[BenchConfig], None], str]] = {
 }
 """name: (what runs it, its device unless another is asked for)."""
 
-WITH_CASES, OF_FIXED_STEPS = ("linear", "growth"), ("lora-step", "rl-step")
-"""What takes ``--only``, and what takes no ``--repeats`` of its own."""
+WITH_CASES, OF_FIXED_STEPS, ON_CUDA = ("linear", "growth"), ("lora-step", "rl-step"), ("wgrad", "linear", "gpu-check")
+"""What takes ``--only``, what takes no ``--repeats`` of its own, and what takes ``--device cuda``."""
 
 ALL, REPORT = "all", "report"
 NAMES = (*BENCHES, ALL, REPORT)
@@ -44,18 +47,46 @@ def overview() -> str:
 def run_bench(given: Any) -> None:
     """Run what the command line ``given`` names.
 
-    Raises ConfigError for an option that it would not heed.
+    Raises ConfigError for an option that it would not heed, and for a folder that takes no files.
     """
+    _refuse_unheeded(given)
+    run, device = {ALL: (_run_all, "cpu"), REPORT: (_write_page, "cpu"), **BENCHES}[given.name]
+    device = given.device or device
+    repeats = REPEATS if given.repeats is None else given.repeats
+    config = BenchConfig(output=given.output, device=device, repeats=repeats, small=given.small, only=given.only)
+    if given.name != REPORT:
+        _refuse_unwritable(given.output)
+        if device == "cpu" and (reason := kernels.absent()) is not None:
+            print(f"ours takes longer than it could, without the kernels for this CPU: {reason}", file=sys.stderr)
+    run(config)
+
+
+def _refuse_unheeded(given: Any) -> None:
     if given.only and given.name not in WITH_CASES:
         raise ConfigError(
             f"--only chooses among the cases of {' and '.join(WITH_CASES)} and was given to {given.name}; leave it out"
         )
+    if given.name == REPORT and (given.small or given.repeats is not None or given.device is not None):
+        raise ConfigError("report measures nothing and takes no --small, --repeats or --device; leave them out")
     if given.repeats is not None and given.name in OF_FIXED_STEPS:
         raise ConfigError(f"{given.name} takes as many steps as its figures need and no --repeats; leave it out")
-    run, device = {ALL: (_run_all, "cpu"), REPORT: (_write_page, "cpu"), **BENCHES}[given.name]
-    device = given.device or device
-    repeats = REPEATS if given.repeats is None else given.repeats
-    run(BenchConfig(output=given.output, device=device, repeats=repeats, small=given.small, only=given.only))
+    if given.device == "cuda" and given.name not in ON_CUDA:
+        raise ConfigError(
+            f"--device cuda is for {', '.join(ON_CUDA)} and was given to {given.name}, which runs on the CPU; "
+            "leave it out"
+        )
+
+
+def _refuse_unwritable(folder: Path) -> None:
+    """Raise ConfigError where no file can be made in ``folder``: now, not after all has been measured."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"no file can be made in {folder} ({error.strerror}); give another folder as --output"
+        ) from error
 
 
 def _write_page(config: BenchConfig) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from megatron_frozen.bench.growth_step import PointConfig, build_step, time_on_rank
-from megatron_frozen.bench.runner import BenchConfig, Row, extra_mib, medians_ms, stamp, text_table, write_csv
+from megatron_frozen.bench.runner import BenchConfig, Row, extra_mib, medians_ms, stamp, telling, text_table, write_csv
 from megatron_frozen.bench.targets import at_most, number
 from megatron_frozen.errors import ConfigError
 from megatron_frozen.io import write_panels
@@ -54,11 +54,12 @@ def run(config: BenchConfig) -> None:
             targets += verdicts(measured, num_cores=os.cpu_count() or 1)
     if not rows:
         raise ConfigError(f"no size of this benchmark has '{config.only}' in its name; it raises {', '.join(SIZES)}")
-    print(text_table(targets, ("size", "figure", "value", "target", "met")))
-    write_csv(config.output / "growth.csv", [mark | row for row in rows + targets])
     by_size = {size: [row for row in rows if row["size"] == size] for size in SIZES}
     draws = [partial(_draw, size=size, rows=measured) for size, measured in by_size.items() if measured]
-    write_panels(config.output / "growth.png", draws, num_columns=3)
+    path = config.output / "growth.csv"
+    with telling(text_table(targets, ("size", "figure", "value", "target", "met")), path=path):
+        write_csv(path, [mark | row for row in rows + targets])
+        write_panels(path.with_suffix(".png"), draws, num_columns=3)
 
 
 def measure(size: str, *, config: BenchConfig) -> list[Row]:

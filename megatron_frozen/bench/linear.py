@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -26,6 +27,7 @@ from megatron_frozen.bench.runner import (
     medians_ms,
     once_ms,
     stamp,
+    telling,
     text_table,
     write_csv,
 )
@@ -63,9 +65,10 @@ def run(config: BenchConfig) -> None:
         print(text_table(measured, COLUMNS), end="\n\n")
     if not rows:
         raise ConfigError(f"no case of this benchmark has '{config.only}' in its name; give a part of one, or leave it")
-    print(text_table(targets, ("case", "product", "figure", "value", "target", "met")))
-    write_csv(config.output / "linear.csv", rows + targets)
-    _draw(config, rows)
+    path = config.output / "linear.csv"
+    with telling(text_table(targets, ("case", "product", "figure", "value", "target", "met")), path=path):
+        write_csv(path, rows + targets)
+        _draw(path.with_suffix(".png"), rows)
 
 
 def measure(config: BenchConfig) -> Iterator[list[Row]]:
@@ -214,12 +217,10 @@ def verdicts(measured: Sequence[Row]) -> list[Row]:
     return rows
 
 
-def _draw(config: BenchConfig, rows: Sequence[Row]) -> None:
+def _draw(path: Path, rows: Sequence[Row]) -> None:
     groups: dict[str, dict[str, float]] = {}
     for row in rows:
         if row["product"] == DGRAD and "ratio_to_bare" in row:
             groups.setdefault(str(row["case"]), {})[str(row["way"])] = number(row, "ratio_to_bare")
     if groups:
-        bar_picture(
-            config.output / "linear.png", groups, title="dX of a frozen linear", label="time / bare product's time"
-        )
+        bar_picture(path, groups, title="dX of a frozen linear", label="time / bare product's time")

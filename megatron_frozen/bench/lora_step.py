@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_frozen.autograd.causal_attention import CausalAttention, causal_attention_unsupported
 from megatron_frozen.bench import hf_peers
-from megatron_frozen.bench.runner import BenchConfig, Row, bar_picture, stamp, text_table, write_csv
+from megatron_frozen.bench.runner import BenchConfig, Row, bar_picture, stamp, telling, text_table, write_csv
 from megatron_frozen.bench.targets import at_least, at_most, number
 from megatron_frozen.bench.workers import Build, Run, Step, take_turns
 from megatron_frozen.checkpoint import load_hf_folder, save_hf_folder
@@ -49,12 +49,13 @@ def run(config: BenchConfig) -> None:
     if (why_not := compiling.unsupported()) is not None:
         raise ConfigError(f"lora-step compiles two of its ways, but {why_not}; install a C++ compiler")
     rows = measure(config)
-    print(text_table(rows, COLUMNS), end="\n\n")
     targets = verdicts({str(row["way"]): row for row in rows})
-    print(text_table(targets, ("figure", "value", "target", "met")))
-    write_csv(config.output / "lora_step.csv", [stamp(config) | row for row in rows + targets])
+    tables = f"{text_table(rows, COLUMNS)}\n\n{text_table(targets, ('figure', 'value', 'target', 'met'))}"
+    path, title = config.output / "lora_step.csv", "LoRA step, SmolLM2-135M, 4 x 512, r=16"
     seconds = {str(row["way"]): {"step": number(row, "median_s")} for row in rows}
-    bar_picture(config.output / "lora_step.png", seconds, title="LoRA step, SmolLM2-135M, 4 x 512, r=16", label="s")
+    with telling(tables, path=path):
+        write_csv(path, [stamp(config) | row for row in rows + targets])
+        bar_picture(path.with_suffix(".png"), seconds, title=title, label="seconds a step")
 
 
 def measure(config: BenchConfig) -> list[Row]:

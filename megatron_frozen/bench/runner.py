@@ -46,7 +46,7 @@ class BenchConfig:
     repeats: int = REPEATS
     """Samples of each way; the median counts."""
     small: bool = False
-    """Tiny sizes: the same code in seconds, its times mean nothing."""
+    """Tiny sizes: the same code without the waiting, but for torch.compile's; its times mean nothing."""
     only: str = ""
     """Measure only the cases whose names contain this text, where a benchmark has cases."""
 
@@ -184,6 +184,18 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows(rows)
+
+
+@contextmanager
+def telling(text: str, *, path: Path) -> Iterator[None]:
+    """Print ``text``, a benchmark's tables, after the body has written them to ``path``.
+
+    A full disk leaves the tables on the screen, and a reader that has gone leaves the file."""
+    try:
+        yield
+    finally:
+        print(text)
+    print(f"\nwritten to {path}")
 
 
 def text_table(rows: Sequence[Row], columns: Sequence[str]) -> str:

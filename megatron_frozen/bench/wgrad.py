@@ -19,6 +19,7 @@ from megatron_frozen.bench.runner import (
     medians_ms,
     num_threads,
     stamp,
+    telling,
     text_table,
     write_csv,
 )
@@ -44,15 +45,16 @@ def run(config: BenchConfig) -> None:
     for threads in (1, 2) if config.device == "cpu" else (torch.get_num_threads(),):
         with num_threads(threads):
             rows += [stamp(config) | row for shape in shapes for row in measure(shape, config=config)]
-    print(text_table(rows, COLUMNS), end="\n\n")
     targets = [row for measured in _by_case(rows) for row in verdicts(measured)]
-    print(text_table(targets, ("threads", "tokens", "out_features", "in_features", "figure", "value", "target", "met")))
-    write_csv(config.output / "wgrad.csv", rows + targets)
+    columns = ("threads", "tokens", "out_features", "in_features", "figure", "value", "target", "met")
     groups = {
         f"{case[0]['threads']} thr. {_sizes(case[0])}": {str(row["way"]): number(row, "median_ms") for row in case}
         for case in _by_case(rows)
     }
-    bar_picture(config.output / "wgrad.png", groups, title="dW into fp32", label="ms")
+    path = config.output / "wgrad.csv"
+    with telling(f"{text_table(rows, COLUMNS)}\n\n{text_table(targets, columns)}", path=path):
+        write_csv(path, rows + targets)
+        bar_picture(path.with_suffix(".png"), groups, title="dW into fp32", label="ms")
 
 
 def measure(shape: tuple[int, int, int], *, config: BenchConfig) -> list[Row]:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_frozen.bench import wgrad
+from megatron_frozen import kernels
+from megatron_frozen.bench import commands, wgrad
 from megatron_frozen.bench.backend_checks import CASES, check_backends
 from megatron_frozen.bench.commands import NAMES
 from megatron_frozen.bench.dispatch_sweep import LAYOUTS
@@ -215,6 +216,8 @@ def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureF
         (["all", "--only", "rank"], "among the cases of linear and growth and was given to all; leave it out"),
         (["lora-step", "--repeats", "2"], "lora-step takes as many steps as its figures need and no --repeats; leave"),
         (["rl-step", "--repeats", "2"], "rl-step takes as many steps as its figures need and no --repeats; leave"),
+        (["report"], "report measures nothing and takes no --small, --repeats or --device; leave them out"),
+        (["comm", "--device", "cuda"], "wgrad, linear, gpu-check and was given to comm, which runs on the CPU; leave"),
     ],
 )
 def test_an_option_that_would_not_be_heeded_is_refused(
@@ -223,6 +226,26 @@ def test_an_option_that_would_not_be_heeded_is_refused(
     assert main(["bench", *arguments, "--small", "--output", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
+
+
+def test_a_folder_that_takes_no_files_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(commands, "BENCHES", dict.fromkeys(commands.BENCHES, (pytest.fail, "cpu")))
+    folder = tmp_path / "file"
+    folder.touch()
+    for name in ("wgrad", "all"):
+        assert main(["bench", name, "--small", "--output", str(folder)]) == 2
+        assert f"no file can be made in {folder} (File exists); give another folder" in capsys.readouterr().err
+
+
+def test_missing_kernels_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(commands, "BENCHES", {"wgrad": (lambda _: None, "cpu")})
+    monkeypatch.setattr(kernels, "absent", lambda: "there is no compiler")
+    assert main(["bench", "wgrad", "--output", str(tmp_path)]) == 0
+    assert "without the kernels for this CPU: there is no compiler" in capsys.readouterr().err
 
 
 def test_env_prints_the_backends(capsys: pytest.CaptureFixture[str]) -> None:

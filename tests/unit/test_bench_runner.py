@@ -22,6 +22,7 @@ from megatron_frozen.bench.runner import (
     num_threads,
     once_ms,
     stamp,
+    telling,
     text_table,
     write_csv,
 )
@@ -122,6 +123,16 @@ def test_csv_and_table(tmp_path: Path) -> None:
             {"a": "2e-07", "b": "", "c": "12345.6"},
         ]
     assert text_table(rows, ("a", "b", "c")) == "a         b  c\n1.23      x\n2.00e-07     12346"
+
+
+def test_tables_survive_a_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.csv"
+    with pytest.raises(OSError, match="full"), telling("figures", path=path):
+        raise OSError("full")
+    assert capsys.readouterr().out == "figures\n"
+    with telling("figures", path=path):
+        assert capsys.readouterr().out == "", "a reader that has gone would end the command before"
+    assert capsys.readouterr().out == f"figures\n\nwritten to {path}\n"
 
 
 def test_picture(tmp_path: Path) -> None:
