@@ -21,7 +21,7 @@ from megatron_frozen.autograd import (
     VocabParallelCrossEntropy,
 )
 from megatron_frozen.autograd.cross_entropy import IGNORED_TARGET
-from megatron_frozen.autograd.linear_products import ProductPlan, plan_for
+from megatron_frozen.autograd.linear_products import plan_for
 from megatron_frozen.comm.groups import Group, chosen_group, group_size
 from megatron_frozen.errors import ConfigError, LayoutError
 from megatron_frozen.main_grad import check_product, graph_target
@@ -71,39 +71,11 @@ def _refuse_cast_of_fused(weight: torch.Tensor, cast: torch.Tensor) -> None:
         )
 
 
-def _plan(
-    tp_group: Group,
-    *,
-    allreduce_dgrad: bool,
-    sequence_parallel: bool,
-    dgrad_in_fp32: bool,
-    allreduce_in_fp32: bool,
-    pieces: int,
-    async_grad_allreduce: bool | None = None,
-) -> ProductPlan:
-    """Return how ranks share the product, of options that fit together."""
-    if async_grad_allreduce is not None:
-        warnings.warn(
-            "async_grad_allreduce is ignored, as Megatron-core ignores it since 0.11; pass allreduce_dgrad instead",
-            DeprecationWarning,
-            stacklevel=3,
-        )
-    if allreduce_dgrad and sequence_parallel:
-        raise ConfigError(
-            "allreduce_dgrad and sequence_parallel are both on, but a reduce-scatter already sums the input gradient; "
-            "turn one of them off"
-        )
-    if pieces < 1:
-        raise ConfigError(
-            f"allreduce_dgrad_pieces is {pieces}; give the number of pieces that dX travels in, 1 for whole"
-        )
-    return plan_for(
-        chosen_group(tp_group),
-        allreduce=allreduce_dgrad,
-        sequence_parallel=sequence_parallel,
-        dgrad_in_fp32=dgrad_in_fp32,
-        allreduce_in_fp32=allreduce_in_fp32,
-        pieces=pieces,
+def _warn_of_async_grad_allreduce() -> None:
+    warnings.warn(
+        "async_grad_allreduce is ignored, as Megatron-core ignores it since 0.11; pass allreduce_dgrad instead",
+        DeprecationWarning,
+        stacklevel=3,
     )
 
 
@@ -152,14 +124,15 @@ def linear_with_frozen_weight(
             "grad_output_buffer or wgrad_deferral_limit was given for a frozen weight, which has no weight gradient to "
             "put off; leave them None"
         )
-    plan = _plan(
-        tp_group,
-        allreduce_dgrad=allreduce_dgrad,
+    if async_grad_allreduce is not None:
+        _warn_of_async_grad_allreduce()
+    plan = plan_for(
+        chosen_group(tp_group),
+        allreduce=allreduce_dgrad,
         sequence_parallel=sequence_parallel,
         dgrad_in_fp32=dgrad_in_fp32,
         allreduce_in_fp32=allreduce_dgrad_in_fp32,
         pieces=allreduce_dgrad_pieces,
-        async_grad_allreduce=async_grad_allreduce,
     )
     check_product(weight, gtp_remat_size=gtp_remat_size)
     input, weight, bias = _operands(input, weight, bias)
@@ -195,14 +168,15 @@ def linear_with_grad_accumulation_and_async_allreduce(
 
     Raises LayoutError for operands that do not fit and ConfigError for options that exclude each other.
     """
-    plan = _plan(
-        tp_group,
-        allreduce_dgrad=allreduce_dgrad,
+    if async_grad_allreduce is not None:
+        _warn_of_async_grad_allreduce()
+    plan = plan_for(
+        chosen_group(tp_group),
+        allreduce=allreduce_dgrad,
         sequence_parallel=sequence_parallel,
         dgrad_in_fp32=dgrad_in_fp32,
         allreduce_in_fp32=allreduce_dgrad_in_fp32,
         pieces=allreduce_dgrad_pieces,
-        async_grad_allreduce=async_grad_allreduce,
     )
     check_product(weight, is_put_off=grad_output_buffer is not None, gtp_remat_size=gtp_remat_size)
     input, cast_weight, bias = _operands(input, weight, bias)
@@ -249,9 +223,9 @@ def linear_with_split_parameters(
 
     Raises LayoutError for operands that do not fit and ConfigError for options that exclude each other.
     """
-    plan = _plan(
-        tp_group,
-        allreduce_dgrad=allreduce_dgrad,
+    plan = plan_for(
+        chosen_group(tp_group),
+        allreduce=allreduce_dgrad,
         sequence_parallel=sequence_parallel,
         dgrad_in_fp32=dgrad_in_fp32,
         allreduce_in_fp32=allreduce_dgrad_in_fp32,

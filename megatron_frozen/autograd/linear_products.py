@@ -15,6 +15,7 @@ import torch
 from megatron_frozen import environment, gemm
 from megatron_frozen.comm import all_gather, all_reduce_, reduce_scatter
 from megatron_frozen.comm.groups import Group, group_size
+from megatron_frozen.errors import ConfigError
 from megatron_frozen.layout import Fold, fold_leading
 
 
@@ -59,7 +60,18 @@ def plan_for(
 ) -> ProductPlan:
     """Return how the ranks of ``group`` share a product, with the environment's fp32 switches; one rank shares nothing.
 
-    A switch is read where it has a say, as reading one is a fortieth of what a small linear costs."""
+    A switch is read where it has a say, as reading one is a fortieth of what a small linear costs.
+
+    Raises ConfigError for options, named as callers of the public functions know them, that do not fit together."""
+    if allreduce and sequence_parallel:
+        raise ConfigError(
+            "allreduce_dgrad and sequence_parallel are both on, but a reduce-scatter already sums the input gradient; "
+            "turn one of them off"
+        )
+    if pieces < 1:
+        raise ConfigError(
+            f"allreduce_dgrad_pieces is {pieces}; give the number of pieces that dX travels in, 1 for whole"
+        )
     dgrad_in_fp32 = dgrad_in_fp32 or environment.switch(environment.LINEAR_DGRAD_FP32)
     if group is None or group_size(group) == 1:
         return _ALONE_IN_FP32 if dgrad_in_fp32 else _ALONE

@@ -21,7 +21,6 @@ SHAPES = ((384, 8, 4096, 4096), (384, 16, 4096, 4096), (768, 8, 4096, 4096), (38
 SMALL_SHAPES = ((24, 3, 64, 48),)
 LOGITS, SMALL_LOGITS = (512, 1, 151936, 896), (32, 1, 512, 48)
 OLD, FLATTEN, OURS, BARE = "old", "plain flatten", "ours", "bare product"
-_PLAN = ProductPlan(group=None, allreduce=False, sequence_parallel=False, dgrad_in_fp32=False, allreduce_in_fp32=False)
 
 
 def _contiguous(dense: torch.Tensor) -> torch.Tensor:
@@ -101,7 +100,7 @@ def _ways(given: torch.Tensor, right: torch.Tensor, *, product: str) -> dict[str
     def ours() -> torch.Tensor:
         folded, fold = fold_leading(given)
         if product == "dgrad":
-            return start_dgrad(folded, right, fold=fold, plan=_PLAN)()
+            return start_dgrad(folded, right, fold=fold, plan=ProductPlan())()
         return fold.unfold_output(gemm.forward(folded, right))
 
     return {
