@@ -43,7 +43,12 @@ def megatron_on_cpu(tp: int = 1, **sizes: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def child_processes() -> Iterator[None]:
-    """Let a rank of the pool start processes, as megatron-core's checkpoint writer does; a daemon may not."""
+    """Let a rank of the pool start processes, as megatron-core's checkpoint writer does; a daemon may not.
+
+    The writer keeps one for the next checkpoint. It would outlive the rank, which the pool kills, and the test run.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
     settings: Any = vars(multiprocessing.current_process())["_config"]
     before = settings.get("daemon", False)
     settings["daemon"] = False
@@ -51,6 +56,8 @@ def child_processes() -> Iterator[None]:
         yield
     finally:
         settings["daemon"] = before
+        filesystem_async._results_queue = None
+    assert not multiprocessing.active_children()
 
 
 def gpt_config(**overrides: Any) -> Any:
