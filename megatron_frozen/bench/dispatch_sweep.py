@@ -95,12 +95,12 @@ def _rows(
 
 def _ways(given: torch.Tensor, right: torch.Tensor, *, product: str) -> dict[str, Callable[[], torch.Tensor]]:
     matrix = right if product == "dgrad" else right.t()
-    rows = given.reshape(-1, given.shape[-1]).contiguous()
+    rows, plan = given.reshape(-1, given.shape[-1]).contiguous(), ProductPlan()
 
     def ours() -> torch.Tensor:
         folded, fold = fold_leading(given)
         if product == "dgrad":
-            return start_dgrad(folded, right, fold=fold, plan=ProductPlan())()
+            return start_dgrad(folded, right, fold=fold, plan=plan)()
         return fold.unfold_output(gemm.forward(folded, right))
 
     return {

@@ -12,7 +12,7 @@ in a loop of its own that takes longer still.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,7 +50,8 @@ NUM_STEPS, NUM_WARM = 6, 2
 SEQ_LENGTH, RANK, LEARNING_RATE, CLIP = 512, 16, 1e-5, 0.2
 PARTS = 64
 FULL, UNFOLDED, FLATTENED, OURS = "full fine-tuning", "lora, unfolded", "lora, plain flatten", "lora, ours"
-COLUMNS = ("way", "forward_backward_s", "step_s", "reckoned_s", "samples", "ratio_to_full", "step_ratio_to_full",
+TIMES = ("forward_backward_s", "step_s", "reckoned_s")
+COLUMNS = ("way", *TIMES, "samples", "ratio_to_full", "step_ratio_to_full",
            "peak_mib", "first_loss", "grad_norm")  # fmt: skip
 
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -85,63 +86,68 @@ def measure(config: BenchConfig) -> list[Row]:
 
 def rows_of(runs: Mapping[str, Run]) -> list[Row]:
     """Return a row for each way, full fine-tuning first, of what their steps came to."""
-    rows: list[Row] = []
-    for name, found in runs.items():
-        row: Row = {
+    rows: list[Row] = [
+        {
             "kind": "time",
             "way": name,
-            "forward_backward_s": found.median("forward_backward_s", after=NUM_WARM),
-            "step_s": found.median("step_s", after=NUM_WARM),
-            "reckoned_s": found.median("reckoned_s", after=NUM_WARM),
+            **{figure: found.median(figure, after=NUM_WARM) for figure in TIMES},
             "samples": len(found.figures) - NUM_WARM,
             "peak_mib": found.peak_mib,
             "first_loss": found.all("loss")[0],
             "grad_norm": found.figures[0]["grad_norm"],
         }
-        full = row if name == FULL else rows[0]
-        ratio = number(row, "forward_backward_s") / number(full, "forward_backward_s")
-        rows.append(
-            row | {"ratio_to_full": ratio, "step_ratio_to_full": number(row, "step_s") / number(full, "step_s")}
-        )
+        for name, found in runs.items()
+    ]
+    for row in rows:
+        for ratio, figure in (("ratio_to_full", "forward_backward_s"), ("step_ratio_to_full", "step_s")):
+            row[ratio] = number(row, figure) / number(rows[0], figure)
     return rows
 
 
 def step_of(model_config: Mapping[str, Any], *, product: Product | None, full: bool) -> Step:
-    """Return a step with bf16 weights and AdamW. ``product``: how frozen linears multiply, None for ours."""
+    """Return a step in bf16 with AdamW, on adapters or, ``full``, on all weights; its times hold what is reckoned.
+
+    product: how frozen linears multiply, None for ours.
+    """
+    model = _model(model_config, product=product, full=full)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE)
+    ids = torch.randint(model.config.vocab_size, (1, SEQ_LENGTH), generator=torch.Generator().manual_seed(1))
+    advantage = torch.randn(1, SEQ_LENGTH - 1, generator=torch.Generator().manual_seed(2))
+
+    def step(index: int) -> dict[str, float]:
+        start = time.perf_counter()
+        loss = _policy_loss(model(ids), ids=ids, advantage=advantage)
+        loss.backward()
+        middle = time.perf_counter()
+        norm = {"grad_norm": _grad_norm(trained)} if index == 0 else {}  # no later step may be timed with it
+        optimizer.step()
+        optimizer.zero_grad()
+        end = time.perf_counter()
+        reckoned_s = product.take_reckoned_s() if isinstance(product, UnfoldedInPart) else 0.0
+        return norm | {
+            "loss": float(loss.detach()),
+            "forward_backward_s": middle - start + reckoned_s,
+            "step_s": end - start + reckoned_s,
+            "reckoned_s": reckoned_s,
+        }
+
+    return step
+
+
+def _model(model_config: Mapping[str, Any], *, product: Product | None, full: bool) -> CausalLM:
     torch.manual_seed(0)
-    config = DecoderConfig.from_hf(model_config)
-    model = CausalLM(config, parallel=ModelParallelConfig(params_dtype=torch.bfloat16))
+    parallel = ModelParallelConfig(params_dtype=torch.bfloat16)
+    model = CausalLM(DecoderConfig.from_hf(model_config), parallel=parallel)
     if not full:
         apply_lora(model, LoraConfig(r=RANK, alpha=2 * RANK))
     if product is not None:
         _multiply_by(model, product)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)
-    ids = torch.randint(config.vocab_size, (1, SEQ_LENGTH), generator=torch.Generator().manual_seed(1))
-    advantage = torch.randn(1, SEQ_LENGTH - 1, generator=torch.Generator().manual_seed(2))
+    return model
 
-    def all_reckoned_s() -> float:
-        return product.reckoned_s if isinstance(product, UnfoldedInPart) else 0.0
 
-    def step(index: int) -> dict[str, float]:
-        start, before_s = time.perf_counter(), all_reckoned_s()
-        loss = _policy_loss(model(ids), ids=ids, advantage=advantage)
-        loss.backward()
-        reckoned_s = all_reckoned_s() - before_s
-        figures = {
-            "loss": float(loss.detach()),
-            "forward_backward_s": time.perf_counter() - start + reckoned_s,
-            "reckoned_s": reckoned_s,
-        }
-        if index == 0:  # not a step that is timed
-            figures["grad_norm"] = float(
-                torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-            )
-        optimizer.step()
-        optimizer.zero_grad()
-        return figures | {"step_s": time.perf_counter() - start + reckoned_s}
-
-    return step
+def _grad_norm(parameters: Sequence[Tensor]) -> float:
+    return float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
 
 
 def _policy_loss(logits: Tensor, *, ids: Tensor, advantage: Tensor) -> Tensor:
@@ -163,7 +169,12 @@ class UnfoldedInPart:
     def __init__(self) -> None:
         """Nothing is reckoned yet."""
         self.reckoned_s = 0.0
-        """What the others would have taken more by themselves, of all calls."""
+        """What the others would have taken more by themselves, of all calls since it was last taken."""
+
+    def take_reckoned_s(self) -> float:
+        """Return ``reckoned_s``, which begins anew."""
+        taken_s, self.reckoned_s = self.reckoned_s, 0.0
+        return taken_s
 
     def __call__(self, left: Tensor, right: Tensor) -> Tensor:
         """Return the whole product."""
