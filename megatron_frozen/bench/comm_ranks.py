@@ -32,6 +32,7 @@ from megatron_frozen.models.decoder import DecoderLayer
 from megatron_frozen.models.documents import plan_attention
 from megatron_frozen.models.rope import rotary_tables
 from megatron_frozen.params import sum_partial_grads
+from megatron_frozen.testing import relative_error
 
 NONE, OURS, BRIDGE = "no adapters", "ours", "Megatron-Bridge's scheme"
 MEGATRON_LAYER, DECODER_LAYER = "Megatron's layer", "this package's layer"
@@ -110,7 +111,7 @@ def count(rank: int, world_size: int, *, sizes: SizesConfig) -> list[Row]:
             same: Row = {"layer": kind, "ranks": world_size, "sequence_parallel": sequence_parallel, "scheme": scheme}
             rows += [same | {"phase": phase} | _counted(seen, world_size) for phase, seen in phases.items()]
         ours, bridge = results[MEGATRON_LAYER, OURS], results[MEGATRON_LAYER, BRIDGE]
-        difference = max(_relative(*pair) for pair in zip(bridge, ours, strict=True))
+        difference = max(relative_error(*pair) for pair in zip(bridge, ours, strict=True))
         for row in rows:
             if row["scheme"] == BRIDGE and row["sequence_parallel"] == sequence_parallel:
                 row["difference_from_ours"] = difference
@@ -209,7 +210,3 @@ def _counted(seen: Recorder, num_ranks: int) -> Row:
         "payload_bytes": sum(payload.values()),
         "sent_bytes": rings * (num_ranks - 1) // num_ranks,
     }
-
-
-def _relative(actual: Tensor, expected: Tensor) -> float:
-    return float((actual.double() - expected.double()).norm() / expected.double().norm())

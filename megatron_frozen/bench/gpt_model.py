@@ -25,6 +25,7 @@ from megatron_frozen.bench.targets import at_least, at_most, number
 from megatron_frozen.diagnostics import Recorder
 from megatron_frozen.errors import ConfigError
 from megatron_frozen.integrations.megatron_core import patched, upstream
+from megatron_frozen.testing import relative_error
 
 INSTALLED, PATCHED = "as installed", "patched"
 COLUMNS = ("way", "forward_ms", "backward_ms", "backward_ratio", "batched_products", "loss")
@@ -137,7 +138,7 @@ def results(sizes: Sizes, dtype: torch.dtype, *, way: str) -> dict[str, Tensor]:
 
 def _distances(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> list[float]:
     """Return the relative distance of the loss and of each gradient, each as a whole."""
-    return [float((found[name].double() - of.double()).norm() / of.double().norm()) for name, of in exact.items()]
+    return [relative_error(found[name], of) for name, of in exact.items()]
 
 
 def _step(model: nn.Module, sizes: Sizes, found: Measured, *, way: str) -> None:

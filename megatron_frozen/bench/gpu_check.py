@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from megatron_frozen.bench import wgrad
+from megatron_frozen.bench import linear, wgrad
 from megatron_frozen.bench.backend_checks import TOLERANCE, check_backends
-from megatron_frozen.bench.dispatch_sweep import sweep
 from megatron_frozen.bench.runner import BenchConfig, Row, stamp, text_table, write_csv
 from megatron_frozen.errors import MegatronFrozenError
 
 
 def run(config: BenchConfig) -> None:
-    """Check all backends, time the sweep and the weight gradients, print tables, write gpu_check.csv.
+    """Check all backends, time linear layers and weight gradients, print tables, write gpu_check.csv.
 
     The file is written before failed checks are told. Raises MegatronFrozenError, naming them."""
     mark = stamp(config)
@@ -22,10 +21,9 @@ def run(config: BenchConfig) -> None:
     path = config.output / "gpu_check.csv"
     write_csv(path, checks)  # kept should a kernel take the process down later
     print(_summary(checks), end="\n\n")
-    times = [mark | row for row in sweep(config)]
+    times = [mark | row for measured in linear.measure(config) for row in measured]
     write_csv(path, [*checks, *times])
-    columns = ("product", "shape", "width", "layout", "way", "median_ms", "ratio_to_bare", "ours_is_faster_by")
-    print(text_table(times, (*columns, "relative_error")), end="\n\n")
+    print(text_table(times, linear.COLUMNS), end="\n\n")
     shapes = wgrad.SMALL_SHAPES if config.small else wgrad.SHAPES
     fused = [mark | row for shape in shapes for row in wgrad.measure(shape, config=config)]
     write_csv(path, [*checks, *times, *fused])

@@ -36,6 +36,7 @@ from megatron_frozen.diagnostics import Recorder
 from megatron_frozen.errors import ConfigError
 from megatron_frozen.functional import linear_with_frozen_weight, linear_with_grad_accumulation_and_async_allreduce
 from megatron_frozen.gemm import peers
+from megatron_frozen.testing import relative_error
 
 OLD, FLATTEN, OURS, BARE, TORCH = "old", "plain flatten", "ours", "bare product", "F.linear"
 FORWARD, DGRAD, BOTH = "forward", "dgrad", "dgrad + wgrad"
@@ -192,8 +193,7 @@ def _tensors(result: object) -> Sequence[torch.Tensor]:
 
 def _error(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
     """Return the largest relative error against the bare products, bf16 results like these."""
-    pairs = [(ours.double().reshape(bare.shape), bare.double()) for ours, bare in zip(results, expected, strict=True)]
-    return max(float((ours - bare).norm() / bare.norm()) for ours, bare in pairs)
+    return max(relative_error(ours.reshape(bare.shape), bare) for ours, bare in zip(results, expected, strict=True))
 
 
 def verdicts(measured: Sequence[Row]) -> list[Row]:

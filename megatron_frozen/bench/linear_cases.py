@@ -1,4 +1,7 @@
-"""The tensors that `bench linear` multiplies: leading dims, sizes, and how they lie in memory."""
+"""The tensors that `bench linear` multiplies: leading dims, sizes, and how they lie in memory.
+
+Shape suffixes: S = sequence, B = batch, O = out features.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,40 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_frozen.bench.dispatch_sweep import LAYOUTS
-
 Layout = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _contiguous(dense: torch.Tensor) -> torch.Tensor:
+    return dense
+
+
+def _hidden_slowest(dense: torch.Tensor) -> torch.Tensor:
+    """Strides [B, 1, S B] of a [S, B, O]: folds, though it is not contiguous."""
+    return dense.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+
+
+def _strided_hidden(dense: torch.Tensor) -> torch.Tensor:
+    """Strides [2 B O, 2 O, 2]: no GEMM reads it in place."""
+    return torch.stack((dense, dense), -1)[..., 0]
+
+
+def _transposed_leading(dense: torch.Tensor) -> torch.Tensor:
+    """A [B, S, O] tensor seen as [S, B, O], as logits are. With B = 1 too: ``contiguous`` would leave the strides."""
+    return dense.transpose(0, 1).clone(memory_format=torch.contiguous_format).transpose(0, 1)
+
+
+def _expanded_middle(dense: torch.Tensor) -> torch.Tensor:
+    """One row for all of the batch, as a sum or mean over it gives back."""
+    return dense[:, :1].expand_as(dense)
+
+
+LAYOUTS: dict[str, Layout] = {
+    "contiguous": _contiguous,
+    "hidden slowest": _hidden_slowest,
+    "strided hidden": _strided_hidden,
+    "transposed leading": _transposed_leading,
+    "expanded middle": _expanded_middle,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,9 +104,9 @@ def _swept(layout: str, *, lead: tuple[int, int], sizes: tuple[int, int], stands
 
 
 def cases(*, small: bool) -> list[Case]:
-    """Return the 11 of the dispatch sweep, the logits, rank 4, the slice and the negative control.
+    """Return the layouts at 4 sizes (11 in all), the logits, rank 4, the slice and the negative control.
 
-    Sequences and widths of the sweep are halved, as the old way takes 21 s a call at the full ones. ``small``: the
+    Sequences and widths of the layouts are halved, as the old way takes 21 s a call at the full ones. ``small``: the
     same layouts at sizes that only try the code.
     """
     s, h = (24, 64) if small else (192, 2048)
