@@ -133,7 +133,7 @@ def _rows(case: PiecesConfig, by_rank: Sequence[list[tuple[Row, list[float]]]]) 
         "ranks": len(by_rank),
         "weight": "frozen" if case.is_frozen else "trainable",
         "dtype": str(case.dtype),
-        "shape": f"{case.tokens}x{case.hidden}, {case.features} of each rank",
+        "shape": f"{case.tokens}x{case.hidden}, {case.features} features of each rank",
     }
     rows: list[Row] = []
     for of_ranks in zip(*by_rank, strict=True):

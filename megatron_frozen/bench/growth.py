@@ -15,7 +15,17 @@ from collections.abc import Sequence
 from functools import partial
 
 from megatron_frozen.bench.growth_step import PointConfig, build_step, time_on_rank
-from megatron_frozen.bench.runner import BenchConfig, Row, extra_mib, medians_ms, stamp, telling, text_table, write_csv
+from megatron_frozen.bench.runner import (
+    BenchConfig,
+    Row,
+    extra_mib,
+    medians_ms,
+    shown,
+    stamp,
+    telling,
+    text_table,
+    write_csv,
+)
 from megatron_frozen.bench.targets import at_most, number
 from megatron_frozen.errors import ConfigError
 from megatron_frozen.io import write_panels
@@ -30,11 +40,20 @@ SIZES: dict[str, tuple[int, ...]] = {
     DOCUMENTS: (1, 2, 4, 8, 16, 32),
     TENSOR_PARALLEL: (1, 2, 4),
 }
+_AXES = {
+    "sequence": "tokens of a row",
+    "batch": "rows",
+    "rank": "rank of the adapters",
+    "vocabulary": "vocabulary",
+    DOCUMENTS: "documents in a packed row",
+    TENSOR_PARALLEL: "tensor-parallel ranks",
+}
 SMALL_SIZES = {size: values[:2] for size, values in SIZES.items()}
 _BASE, _SMALL_BASE = PointConfig(), PointConfig(sequence=32, vocabulary=256, hidden=64, layers=1)
 _LONG = 2048  # tokens of the row that documents are packed into, and of one whose work outweighs what ranks say
 _MAX_REPEATS, _ROUNDS = 5, 3
 _SLACK = 1.1
+_MAX_LINEAR = 3.0  # growth of work that is drawn on a linear axis
 COLUMNS = ("size", "value", "median_ms", "extra_mib", "gflop", "time_growth", "memory_growth", "work_growth")
 
 
@@ -122,12 +141,22 @@ def _allowed(row: Row, first: Row) -> float:
 
 def _draw(axes, *, size: str, rows: Sequence[Row]) -> None:
     values = [number(row, "value") for row in rows]
-    for figure in ("time", "memory", "work"):
-        axes.plot(values, [number(row, f"{figure}_growth") for row in rows], marker=".", label=figure)
+    for growth, figure, unit in (
+        ("time", "median_ms", "ms"),
+        ("memory", "extra_mib", "MiB"),
+        ("work", "gflop", "GFLOP"),
+    ):
+        times = [number(row, f"{growth}_growth") for row in rows]
+        axes.plot(values, times, marker=".", label=f"{growth}, 1 = {shown(number(rows[0], figure))} {unit}")
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
-    axes.set_title(size.replace("_", " "), fontsize=9)
-    axes.set_ylabel("times the first", fontsize=7)
+    axes.set_xticks(values, [f"{value:g}" for value in values])
+    axes.set_xlabel(_AXES[size], fontsize=8)
+    if max(number(row, "work_growth") for row in rows) > _MAX_LINEAR:
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter("{x:g}")
+    else:
+        axes.set_ylim(bottom=0)
+    axes.set_ylabel("times the first", fontsize=8)
     axes.tick_params(labelsize=7)
     axes.grid(visible=True, alpha=0.3)
     axes.legend(fontsize=7)

@@ -32,6 +32,7 @@ FULL, SMALL, ALL_CASES = "full", "small", "all"
 _SAMPLE_S = 2e-3  # one sample of a short call is a loop of about this length
 _MAX_CALLS = 50
 _MIB = 2**20
+_MAX_LABELLED, _MAX_TIMES = 24, 20  # bars with their values on them; the longest of the shortest on a linear axis
 _RESET = Path("/proc/self/clear_refs")
 
 
@@ -211,21 +212,28 @@ def shown(value: object) -> str:
 
 
 def bar_picture(path: Path, groups: Mapping[str, Mapping[str, float]], *, title: str, label: str) -> None:
-    """Draw groups of bars on a logarithmic axis into a PNG file."""
+    """Draw groups of bars into a PNG file: from zero, so that lengths can be compared, and on a logarithmic axis only
+    where the longest would hide the others. A few have their values on them."""
     names = list(dict.fromkeys(name for group in groups.values() for name in group))
+    values = [value for group in groups.values() for value in group.values()]
 
     def draw(axes) -> None:
         width = 0.8 / len(names)
         for index, name in enumerate(names):
             places = [place + index * width for place, group in enumerate(groups.values()) if name in group]
-            axes.bar(places, [group[name] for group in groups.values() if name in group], width, label=name)
+            bars = axes.bar(places, [group[name] for group in groups.values() if name in group], width, label=name)
+            if len(values) <= _MAX_LABELLED:
+                axes.bar_label(bars, fmt=shown, fontsize=7)
         axes.set_xticks(
             [place + 0.4 - width / 2 for place in range(len(groups))], list(groups), fontsize=6, rotation=30, ha="right"
         )
-        axes.set_yscale("log")
+        if max(values) > _MAX_TIMES * min(values):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
         axes.set_ylabel(label)
         axes.set_title(title)
         axes.grid(visible=True, axis="y", alpha=0.3)
-        axes.legend(fontsize=7)
+        if len(names) > 1:
+            axes.legend(fontsize=7)
 
     write_picture(path, draw)

@@ -79,7 +79,8 @@ def take_turns(ways: Mapping[str, Build], *, num_steps: int, fewer: Mapping[str,
     """Run ``num_steps`` rounds of a step of each way, in turn, on as many threads as this process has.
 
     A way in ``fewer`` takes that many steps, its first in the first round and the others spread evenly over the rest.
-    Says on stderr when a way is built and when a round is over.
+    Says on stderr when a way is built, when it has taken its first step, which may compile for minutes, and when a
+    round is over.
 
     Raises MegatronFrozenError with the traceback of a way that fails; all processes are ended then.
     """
@@ -99,6 +100,8 @@ def take_turns(ways: Mapping[str, Build], *, num_steps: int, fewer: Mapping[str,
             for name, worker in workers.items():
                 if index in rounds[name]:
                     runs[name].figures.append(worker.ask(len(runs[name].figures)))
+                if index == 0:
+                    print(f"first step of {name}: {runs[name].all('seconds')[0]:.1f} s", file=sys.stderr, flush=True)
             _say(f"round {index + 1} of {num_steps}", since=start)
         for name, worker in workers.items():
             runs[name].peak_mib = worker.ask(None)["peak_mib"]

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_frozen.bench import growth
@@ -64,6 +65,17 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
     assert main([*arguments, "depth"]) == 2
     assert "no size of this benchmark has 'depth' in its name" in capsys.readouterr().err
+
+
+def test_pictures_have_units(tmp_path: Path) -> None:
+    rows = growth.measure("rank", config=BenchConfig(output=tmp_path, repeats=1, small=True))
+    axes = Figure().subplots()
+    growth._draw(axes, size="rank", rows=rows)
+    assert axes.get_xlabel() == "rank of the adapters"
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["4", "8"]
+    names = [text.split(", 1 = ") for text in axes.get_legend_handles_labels()[1]]
+    assert [(name, first.split()[1]) for name, first in names] == [("time", "ms"), ("memory", "MiB"), ("work", "GFLOP")]
+    assert set(growth._AXES) == set(growth.SIZES)
 
 
 def test_tensor_parallel_ranks(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from megatron_frozen.bench import runner
 from megatron_frozen.bench.runner import (
@@ -138,6 +139,20 @@ def test_tables_survive_a_file_that_cannot_be_written(tmp_path: Path, capsys: py
 def test_picture(tmp_path: Path) -> None:
     bar_picture(tmp_path / "bars.png", {"g": {"a": 1.0, "b": 3.0}, "h": {"b": 2.0}}, title="t", label="ms")
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bars_begin_at_zero_unless_one_would_hide_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    monkeypatch.setattr(runner, "write_picture", lambda _, draw: drawn.append(draw))
+    for longest in (3.0, 300.0):
+        axes = Figure().subplots()
+        bar_picture(tmp_path / "bars.png", {"ours": {"step": 1.0}, "peer": {"step": longest}}, title="t", label="s")
+        drawn.pop()(axes)
+        assert axes.get_yscale() == ("linear" if longest == 3 else "log")
+        assert [text.get_text() for text in axes.texts] == ["1", f"{longest:g}"]
+        assert axes.get_legend() is None, "one kind of bar is what the label says"
+        if longest == 3:
+            assert axes.get_ylim()[0] == 0
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,8 @@ def test_a_way_of_fewer_steps_takes_them_spread_over_the_rounds(capsys: pytest.C
     assert runs["b"].all("loss") == [5.0, 6.0], "its own second step, not the round's"
     assert [workers._rounds(steps, of=6) for steps in (1, 2, 6)] == [{0}, {0, 3}, set(range(6))]
     said = [line.split(":")[0] for line in capsys.readouterr().err.splitlines()]
-    assert said == ["built a", "built b", *(f"round {number} of 5" for number in range(1, 6))]
+    rounds = [f"round {number} of 5" for number in range(1, 6)]
+    assert said == ["built a", "built b", "first step of a", "first step of b", *rounds]
 
 
 def test_a_way_that_fails_ends_the_benchmark_with_its_reason() -> None:
