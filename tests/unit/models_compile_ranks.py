@@ -17,6 +17,8 @@ from tests.unit.models_ranks import build_model
 
 BATCHES = [[[3, 7, 2], [12]], [[5, 5], [2, 8]], [[8], [8]], [[4, 2], [2, 4], [6]]]
 """Document lengths: packed and whole rows of several lengths and numbers."""
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-6}
+"""Of a model in fp64, whose adapters are fp32: which way their gradients are rounded at last is the CPU's choice."""
 
 
 def _model(config: dict[str, Any], weights: dict[str, Tensor], options: dict[str, Any]) -> CausalLM:
@@ -47,8 +49,8 @@ def _results(model: CausalLM, documents: list[list[int]], *, evaluates: bool) ->
 def compile_model(
     rank: int, world_size: int, config: dict[str, Any], weights: dict[str, Tensor], options: dict[str, Any]
 ) -> tuple[float, list[int], int]:
-    """Return the largest error against eager, the number of graphs after the batches and after recomputing one, and
-    the number of tensors compared."""
+    """Return the largest error against eager in units of its tolerance, the number of graphs after the batches and
+    after recomputing one, and the number of tensors compared."""
     del rank
     initialize_model_parallel(world_size)
     torch._dynamo.reset()
@@ -61,7 +63,8 @@ def compile_model(
         compiled.activation_checkpointing = recomputes
         for documents in batches:
             expected, actual = (_results(model, documents, evaluates=evaluates) for model in (eager, compiled))
-            error = max(error, *(relative_error(ours, plain) for ours, plain in zip(actual, expected, strict=True)))
+            for ours, plain in zip(actual, expected, strict=True):
+                error = max(error, relative_error(ours, plain) / TOLERANCES[plain.dtype])
             num_compared += len(expected)
         num_graphs.append(counters["stats"]["unique_graphs"])
     torch._dynamo.reset()

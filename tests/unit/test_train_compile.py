@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from megatron_frozen.train.job import train
 from tests.unit.train_job_toy import losses, toy_config
 
 
+@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler")
 def test_a_compiled_job_has_the_losses_of_an_eager_one_and_an_eager_one_goes_on_from_it(tmp_path: Path) -> None:
     constant_rate = {"min_learning_rate_ratio": 1.0}  # whatever max_steps is
     config = toy_config(tmp_path, packing=True, micro_batch_size=2, sample_max_new_tokens=0, **constant_rate)
