@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_frozen.bench.linear_cases import Case, cases
+from megatron_frozen.bench.linear_cases import FULL, HALF, SMALL, Case, cases
 from megatron_frozen.bench.runner import (
     BenchConfig,
     Row,
@@ -74,7 +74,7 @@ def run(config: BenchConfig) -> None:
 
 def measure(config: BenchConfig) -> Iterator[list[Row]]:
     """Yield the rows of one case and product after the other."""
-    for case in cases(small=config.small):
+    for case in cases(SMALL if config.small else FULL if config.device == "cuda" else HALF):
         if config.only in case.name:
             for product in (FORWARD, DGRAD, BOTH):
                 yield _measure(case, product, config=config)

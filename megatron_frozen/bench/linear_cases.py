@@ -103,43 +103,53 @@ def _swept(layout: str, *, lead: tuple[int, int], sizes: tuple[int, int], stands
     )
 
 
-def cases(*, small: bool) -> list[Case]:
-    """Return the layouts at 4 sizes (11 in all), the logits, rank 4, the slice and the negative control.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """How large the cases are."""
 
-    Sequences and widths of the layouts are halved, as the old way takes 21 s a call at the full ones. ``small``: the
-    same layouts at sizes that only try the code.
-    """
-    s, h = (24, 64) if small else (192, 2048)
-    logits, width = (512, 48) if small else (32000, 896)
-    tokens = 32 if small else 256
-    found = [_swept(layout, lead=(s, 8), sizes=(h, h), stands_for="384x8x4096, 4096 in") for layout in LAYOUTS]
+    sequence: int
+    """Of the layouts, over 8 rows of a batch; one of them takes twice the sequence, one twice the rows."""
+    width: int
+    """In and out features of the layouts; one of them gives out twice as many."""
+    logits: tuple[int, int, int]
+    """Tokens, vocabulary and width of the output layer."""
+    control: tuple[int, int, int]
+    """Tokens, out and in features of the negative control."""
+
+
+FULL = Sizes(sequence=384, width=4096, logits=(512, 151936, 896), control=(4096, 10240, 8192))
+HALF = Sizes(sequence=192, width=2048, logits=(256, 32000, 896), control=(1024, 2560, 2048))
+SMALL = Sizes(sequence=24, width=64, logits=(32, 512, 48), control=(128, 80, 64))
+_CHANGED_ROWS = ("transposed leading", "expanded middle")
+
+
+def cases(sizes: Sizes) -> list[Case]:
+    """Return the layouts at 4 shapes, the logits, rank 4, the slice and the negative control.
+
+    On a CPU the old way takes 21 s a call at FULL sizes; at others the three further shapes come in two layouts, 11 in
+    all. SMALL only tries the code."""
+    s, h = sizes.sequence, sizes.width
+    is_full = sizes == FULL
+    found: list[Case] = []
     for lead, out, stands_for in (
+        ((s, 8), h, "384x8x4096, 4096 in"),
         ((s, 16), h, "384x16x4096, 4096 in"),
         ((2 * s, 8), h, "768x8x4096, 4096 in"),
         ((s, 8), 2 * h, "384x8x8192, 4096 in"),
     ):
         found += [
-            _swept(layout, lead=lead, sizes=(out, h), stands_for=stands_for)
-            for layout in ("transposed leading", "expanded middle")
+            _swept(layout, lead=lead, sizes=(out, h), stands_for="" if is_full else stands_for)
+            for layout in (LAYOUTS if is_full or not found else _CHANGED_ROWS)
         ]
+    tokens, vocabulary, width = sizes.logits
     for layout in ("contiguous", "transposed leading"):
-        case = _swept(layout, lead=(tokens, 1), sizes=(logits, width))
+        case = _swept(layout, lead=(tokens, 1), sizes=(vocabulary, width))
         found.append(replace(case, name=f"logits, {layout}", in_order=True))  # one batch row: no order to change
-    found.append(
-        Case(
-            name="rank 4, permuted", lead=(s // 4, 4, 8), out_features=h, in_features=h, layout=_rank_4, in_order=False
-        )
-    )
-    found.append(
-        Case(
-            name="rank 4, slice of dim 1",
-            lead=(s // 4, 4, 8),
-            out_features=h,
-            in_features=h,
-            layout=_slice_of_dim_1,
-            folds=False,
-        )
-    )
-    control = _swept("contiguous", lead=(4 * tokens, 1), sizes=(5 * h // 4, h), stands_for="4096x1x10240, 8192 in")
+    rank_4 = Case(name="", lead=(s // 4, 4, 8), out_features=h, in_features=h, layout=_rank_4)
+    found.append(replace(rank_4, name="rank 4, permuted", in_order=False))
+    found.append(replace(rank_4, name="rank 4, slice of dim 1", layout=_slice_of_dim_1, folds=False))
+    tokens, out, width = sizes.control
+    stands_for = "" if is_full else "4096x1x10240, 8192 in"
+    control = _swept("contiguous", lead=(tokens, 1), sizes=(out, width), stands_for=stands_for)
     found.append(replace(control, name="control, Llama-70B's QKV"))
     return found

@@ -14,7 +14,7 @@ from megatron_frozen import kernels
 from megatron_frozen.bench import commands, wgrad
 from megatron_frozen.bench.backend_checks import CASES, check_backends
 from megatron_frozen.bench.commands import NAMES
-from megatron_frozen.bench.linear_cases import cases
+from megatron_frozen.bench.linear_cases import SMALL, cases
 from megatron_frozen.bench.runner import STAMP
 from megatron_frozen.cli import main
 from megatron_frozen.gemm import reference, select
@@ -66,7 +66,7 @@ def test_gpu_check_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert len(checks) == 3 * 2 * len(CASES)
     assert {row["outcome"] for row in checks} <= {"ok", "cannot"}
     assert all(row["outcome"] == "ok" for row in checks if row["backend"] == "reference")
-    assert {row["case"] for row in rows} > {case.name for case in cases(small=True)}
+    assert {row["case"] for row in rows} > {case.name for case in cases(SMALL)}
     assert any(row["way"] == wgrad.OURS and row["main_grad_mib"] for row in rows)
     assert "reference" in capsys.readouterr().out
 

@@ -9,23 +9,33 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_frozen.bench import linear
+from megatron_frozen.bench import linear, linear_cases
 from megatron_frozen.bench.linear import BARE, BOTH, DGRAD, FLATTEN, FORWARD, OLD, OURS, TORCH
-from megatron_frozen.bench.linear_cases import Case, cases
+from megatron_frozen.bench.linear_cases import FULL, HALF, Case, cases
 from megatron_frozen.bench.runner import STAMP, BenchConfig, Row
 from megatron_frozen.cli import main
 from megatron_frozen.diagnostics import Recorder
 from megatron_frozen.gemm import peers
 from megatron_frozen.layout import fold_leading
 
-SMALL = cases(small=True)
+SMALL = cases(linear_cases.SMALL)
 
 
 def test_cases() -> None:
-    for chosen in (SMALL, cases(small=False)):
+    for chosen, num_swept in ((SMALL, 11), (cases(HALF), 11), (cases(FULL), 20)):
         names = [case.name for case in chosen]
-        assert len(names) == len(set(names)) == 11 + 2 + 2 + 1
-        assert sum("x" in name for name in names) == 11
+        assert len(names) == len(set(names)) == num_swept + 2 + 2 + 1
+        assert sum("x" in name for name in names) == num_swept
+
+
+def test_a_gpu_multiplies_the_shapes_that_others_stand_for() -> None:
+    shapes = {("x".join(map(str, (*case.lead, case.out_features))), case.in_features) for case in cases(FULL)}
+    for case in cases(HALF):
+        if case.stands_for:
+            shape, _, in_features = case.stands_for.removesuffix(" in").partition(", ")
+            assert (shape, int(in_features)) in shapes
+    assert ("512x1x151936", 896) in shapes
+    assert not any(case.stands_for for case in cases(FULL))
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
