@@ -47,6 +47,7 @@ with Recorder() as seen:
 learns = layer.bias.grad is not None
 line = f"{__name__} {sys.argv[1:]} {beside.VALUE} bmm {seen.count('aten.bmm')} bias {learns}"
 print(line + "\\n", end="", flush=True)  # one write, or the ranks' pieces mix
+dist.destroy_process_group()  # whose threads may else end the process with SIGABRT
 """
 
 
