@@ -9,6 +9,7 @@ and as many keys.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -26,9 +27,13 @@ def causal_attention_unsupported(query: torch.Tensor, key: torch.Tensor, value: 
     are_read = all(part.device.type == "cpu" and part.dtype == torch.bfloat16 for part in heads)
     if not are_read or not kernels.in_memory(*heads):
         return "it is for bf16 tensors on a CPU"
-    length, head_dim = query.shape[2:]
-    if not query.shape[2:] == key.shape[2:] == value.shape[2:] or length < MIN_LENGTH or head_dim % 2:
-        return f"it is for {MIN_LENGTH} tokens or more, each a query and a key, and an even head dim"
+    (b, n, length, head_dim), k = query.shape, key.shape[1]
+    fit = key.shape == value.shape == (b, k, length, head_dim) and k > 0 and n % k == 0
+    if not fit or length < MIN_LENGTH or head_dim % 2:
+        return (
+            f"it is for {MIN_LENGTH} tokens or more, each a query and a key, an even head dim, and as many query heads "
+            "for each head of both key and value"
+        )
     if torch.cpu._is_amx_tile_supported():
         return "torch's own kernel is fast with AMX"
     return kernels.absent()
@@ -46,7 +51,7 @@ class CausalAttention(torch.autograd.Function):
     Wgrad: none.
     Dbias: none.
     Collectives: none.
-    Saved: Q, K, V, C and the logarithm of each query's sum of exponentials in fp32 [b, n, s].
+    Saved: Q, K, V, C and the logarithm to base 2 of each query's sum of exponentials in fp32 [b, n, s].
     Why: half of a LoRA step is attention on such a CPU. Source: FlashAttention-2 (Dao, 2023); blocks of scores stand
         transposed here, see ``kernels/csrc/attention.cpp``.
     """
@@ -62,4 +67,9 @@ class CausalAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> Gradients:
         """Return dQ, dK and dV; see the class."""
-        return kernels.attend_backward(grad_output, *ctx.saved_tensors)
+        if kernels.in_memory(grad_output):
+            return kernels.attend_backward(grad_output, *ctx.saved_tensors)
+        *saved, logsumexp = ctx.saved_tensors  # one gradient of many under vmap
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_output, *saved, logsumexp * math.log(2), dropout_p=0.0, is_causal=True
+        )

@@ -18,12 +18,12 @@ class _Heads(ctypes.Structure):
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return causal attention's context [b, n, s, d], of which [b, s, n, d] is dense, and the fp32 logarithm [b, n, s]
-    of each query's sum of exponentials, of bf16 query [b, n, s, d], key and value [b, k, s, d]; d is even."""
+    """Return causal attention's context [b, n, s, d], of which [b, s, n, d] is dense, and the fp32 logarithm to base 2
+    [b, n, s] of each query's sum of exponentials, of bf16 query [b, n, s, d], key and value [b, k, s, d]; d is even."""
     context, logsumexp = _empty_heads(query), query.new_empty(query.shape[:3], dtype=torch.float32)
     heads = [_dense_rows(part) for part in (query, key, value)]
     if query.numel() > 0:
-        run("mf_attention_forward", _sizes(query, key), _heads(*heads, context), POINTER(logsumexp.data_ptr()))
+        run("mf_attention_forward", _sizes(query, key, value), _heads(*heads, context), POINTER(logsumexp.data_ptr()))
     return context, logsumexp
 
 
@@ -36,12 +36,15 @@ def attend_backward(
     logsumexp: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value, of which [b, s, n or k, d] is dense, from the context's."""
+    assert grad.shape == context.shape == query.shape, f"query {query.shape} got a gradient of {grad.shape}"
     grads = _empty_heads(query), _empty_heads(key), _empty_heads(value)
     if query.numel() == 0:
+        for part in grads:  # there may be keys without a query
+            part.zero_()
         return grads
     given = [_dense_rows(part) for part in (query, key, value, context, grad)]
     logsumexp = logsumexp.contiguous()
-    run("mf_attention_backward", _sizes(query, key), _heads(*given, *grads), POINTER(logsumexp.data_ptr()))
+    run("mf_attention_backward", _sizes(query, key, value), _heads(*given, *grads), POINTER(logsumexp.data_ptr()))
     return grads
 
 
@@ -50,9 +53,11 @@ def _empty_heads(like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(b, s, n, d).transpose(1, 2)
 
 
-def _sizes(query: torch.Tensor, key: torch.Tensor) -> Any:
-    b, n, s, d = query.shape
-    return (LONG * 5)(b, n, key.shape[1], s, d)
+def _sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+    (b, n, s, d), k = query.shape, key.shape[1]
+    fit = key.shape == value.shape == (b, k, s, d) and k > 0 and n % k == 0 and d % 2 == 0
+    assert fit, f"query {query.shape} got key {key.shape} and value {value.shape}"
+    return (LONG * 5)(b, n, k, s, d)
 
 
 def _heads(*parts: torch.Tensor) -> Any:

@@ -25,7 +25,8 @@ def absent() -> str | None:
         return f"torch {torch.__version__} exports no such kernel"
     if isinstance(kernels := library(), str):
         return kernels
-    with _disable_current_modes():  # neither the caller's fake tensors nor its default dtype or device
+    # Neither the caller's fake tensors, nor its default dtype or device, nor a transform such as torch.func.grad.
+    with _disable_current_modes(), torch._C._DisableFuncTorch():
         is_right = all(_gives_a_right_product(*sizes) for sizes in ((3, 4, 5), (70, 66, 35), (35, 65, 70)))
     return None if is_right else f"the kernel of torch {torch.__version__} gave a wrong product when it was tried"
 

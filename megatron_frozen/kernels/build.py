@@ -18,6 +18,7 @@ _SOURCES = Path(__file__).parent / "csrc"
 # Not -march=native: what is in the cache may be read by another machine of the same home folder.
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl",
           "-mavx512bf16", "-mprefer-vector-width=512")  # fmt: skip
+_DIGEST_BYTES = hashlib.sha256().digest_size
 _LONGEST_S = 120.0  # compiling takes about two
 
 
@@ -56,19 +57,28 @@ def _fingerprint() -> str:
 
 
 def _loaded(target: Path) -> ctypes.CDLL | None:
-    """Return what the cache has; None for nothing, or for a file that a full disk or a crash cut short."""
+    """Return what the cache has; None for nothing, or for a file that a full disk or a crash left cut short or with
+    holes: to load such a one ends the process."""
     try:
-        return ctypes.CDLL(str(target))
+        content = target.read_bytes()
+        is_whole = content[-_DIGEST_BYTES:] == _digest(content[:-_DIGEST_BYTES])
+        return ctypes.CDLL(str(target)) if is_whole else None
     except OSError:
         return None
 
 
 def _compiled(compiler: list[str], target: Path) -> ctypes.CDLL:
-    """Put into the cache only what can be loaded."""
+    """Put into the cache only what can be loaded, and its digest behind it, which no loader reads."""
     with atomic_write(target) as made:
         command = [*compiler, *_FLAGS, *map(str, sorted(_SOURCES.glob("*.cpp"))), "-o", str(made)]
         subprocess.run(command, check=True, capture_output=True, timeout=_LONGEST_S)
+        content = made.read_bytes()
+        made.write_bytes(content + _digest(content))
         return ctypes.CDLL(str(made))
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
 
 
 def _reason(error: BaseException) -> str:

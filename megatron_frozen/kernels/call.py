@@ -43,11 +43,15 @@ def _torch() -> Any:
 
 def in_memory(*tensors: torch.Tensor) -> bool:
     """Return whether kernels find these tensors, and what is made from them, at an address: none is of a class with
-    operators of its own (DTensor, fake tensors), wrapped by a transform such as vmap or zero without memory, and no
-    fake tensors are made nor a graph recorded."""
-    return all(
-        getattr(type(tensor), _DISPATCH) is getattr(torch.Tensor, _DISPATCH)
-        and torch._C._has_storage(tensor)
-        and not tensor._is_zerotensor()
-        for tensor in tensors
-    ) and not any(map(torch._C._get_dispatch_mode, _UNREAL_MODES))
+    operators of its own (DTensor, fake tensors), wrapped by a transform such as vmap or zero without memory, no such
+    transform is at work, which wraps what is made, and no fake tensors are made nor a graph recorded."""
+    return (
+        not torch._C._are_functorch_transforms_active()
+        and all(
+            getattr(type(tensor), _DISPATCH) is getattr(torch.Tensor, _DISPATCH)
+            and torch._C._has_storage(tensor)
+            and not tensor._is_zerotensor()
+            for tensor in tensors
+        )
+        and not any(map(torch._C._get_dispatch_mode, _UNREAL_MODES))
+    )

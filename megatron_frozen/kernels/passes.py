@@ -1,5 +1,7 @@
 """Passes over bf16 activations as functions of tensors, each rounded to bf16 where torch's own passes round.
 
+A kernel reads what its first tensor's shape says, so that the others' are asserted.
+
 Shape suffixes: [...] at most two leading dims in any memory order, [s] sequence, [b] batch, [n] heads, [h], [2 f], [V]
 and [d] the width of a row: hidden size, gate beside up, vocabulary and head dim.
 """
@@ -44,6 +46,7 @@ def like(tensor: torch.Tensor) -> torch.Tensor:
 
 def rms_norm(input_: torch.Tensor, weight: torch.Tensor, *, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return weight * round(input / sqrt(mean(input^2) + eps)) [..., h] and the fp32 inverse roots [..., 1]."""
+    assert weight.shape == input_.shape[-1:], f"rows of {input_.shape[-1]} got a weight of {list(weight.shape)}"
     output = like(input_)
     inverse_rms = input_.new_empty((*input_.shape[:-1], 1), dtype=torch.float32)
     run("mf_rms_norm", _shape(input_), _rows(input_, output), POINTER(weight.data_ptr()),
@@ -55,6 +58,7 @@ def rms_norm_backward(
     grad_output: torch.Tensor, input_: torch.Tensor, weight: torch.Tensor, inverse_rms: torch.Tensor
 ) -> torch.Tensor:
     """Return the input's gradient [..., h]."""
+    assert grad_output.shape == input_.shape, f"{input_.shape} got a gradient of {grad_output.shape}"
     grad_input = like(input_)
     run("mf_rms_norm_backward", _shape(input_), _rows(input_, grad_output, grad_input), POINTER(weight.data_ptr()),
         POINTER(inverse_rms.data_ptr()))  # fmt: skip
@@ -63,6 +67,7 @@ def rms_norm_backward(
 
 def gate(joint: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up [..., f] of gate and up beside each other, [..., 2 f]."""
+    assert joint.shape[-1] % 2 == 0, f"rows of {joint.shape[-1]} have no halves"
     output = like(joint[..., : joint.shape[-1] // 2])
     run("mf_gate", _shape(output), _rows(joint, output))
     return output
@@ -70,6 +75,7 @@ def gate(joint: torch.Tensor) -> torch.Tensor:
 
 def gate_backward(grad_output: torch.Tensor, joint: torch.Tensor) -> torch.Tensor:
     """Return the gradient [..., 2 f] of ``joint``."""
+    assert (*grad_output.shape[:-1], 2 * grad_output.shape[-1]) == joint.shape, f"{joint.shape} got {grad_output.shape}"
     grad_joint = like(joint)
     run("mf_gate_backward", _shape(grad_output), _rows(joint, grad_output, grad_joint))
     return grad_joint
@@ -78,6 +84,9 @@ def gate_backward(grad_output: torch.Tensor, joint: torch.Tensor) -> torch.Tenso
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, sign: float, out: torch.Tensor) -> None:
     """Write heads [s, b, n, d] rotated by the angles of cos [s, b or 1, 1, d] and ``sign`` times sin [s, b or 1, 1,
     d / 2] into ``out`` of their shape."""
+    head_dim = heads.shape[-1]
+    fit = head_dim % 2 == 0 and (cos.shape[-1], sin.shape[-1]) == (head_dim, head_dim // 2) and out.shape == heads.shape
+    assert fit, f"heads {heads.shape} got tables {cos.shape} and {sin.shape} and an output {out.shape}"
     tables = [table.expand(*heads.shape[:2], 1, table.shape[-1])[:, :, 0] for table in (cos, sin)]
     strides = (LONG * 2)(heads.stride(2), out.stride(2))
     run("mf_rotate", _shape(heads[:, :, 0]), _rows(heads[:, :, 0], out[:, :, 0], *tables), LONG(heads.shape[2]),
@@ -109,6 +118,7 @@ def softmax_gradient(
     ``column`` of each row what is given for it; top, factor, at_column are fp32 [...] or [..., 1], column integer."""
     grad = like(logits)
     per_row = [part.contiguous() for part in (top, factor, column.long(), at_column)]
+    assert {part.numel() for part in per_row} == {logits.shape[:-1].numel()}, f"{logits.shape} got {column.shape}"
     run("mf_softmax_gradient", _shape(logits), _rows(logits, grad), *(POINTER(part.data_ptr()) for part in per_row))
     return grad
 

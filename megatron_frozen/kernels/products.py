@@ -19,6 +19,7 @@ def multiply_into(out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, *, accumu
     An operand of which neither dim is dense is copied.
     """
     (M, K), N = A.shape, B.shape[1]
+    assert B.shape[0] == K and out.shape == (M, N), f"{A.shape} by {B.shape} got an output {out.shape}"  # noqa: PT018
     A, B = (matrix if 1 in matrix.stride() else matrix.contiguous() for matrix in (A, B))
     if K == 0 and not accumulate:
         out.zero_()

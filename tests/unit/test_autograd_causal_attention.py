@@ -83,6 +83,21 @@ def test_expanded_gradients_and_inputs_from_one_buffer() -> None:
 
 
 @needs_kernels
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # as torch's own attention warns
+def test_many_gradients_at_once() -> None:
+    """Under vmap a gradient has no address."""
+    *given, grad = heads((2, 4, 2, 130, 16))
+    leaves = [tensor.requires_grad_() for tensor in given]
+    context = CausalAttention.apply(*leaves)
+    upstream = torch.stack([grad, grad.flip(2)])
+    together = torch.autograd.grad(context, leaves, upstream, is_grads_batched=True, retain_graph=True)
+    for index, one in enumerate(upstream):
+        alone = torch.autograd.grad(context, leaves, one, retain_graph=True)
+        for ours, theirs in zip(alone, together, strict=True):
+            assert relative_error(theirs[index], ours.double()) < 8e-3
+
+
+@needs_kernels
 def test_no_scores_of_the_whole_sequence_are_held() -> None:
     b, n, k, s, d = 1, 2, 1, 2048, 16
     *given, grad = heads((b, n, k, s, d))
@@ -100,9 +115,16 @@ def test_what_is_left_to_torch() -> None:
     )
     assert causal_attention_unsupported(query.float(), key.float(), value.float()) == "it is for bf16 tensors on a CPU"
     short = causal_attention_unsupported(*(part[:, :, : MIN_LENGTH - 1] for part in (query, key, value)))
-    assert short == f"it is for {MIN_LENGTH} tokens or more, each a query and a key, and an even head dim"
+    assert short == (
+        f"it is for {MIN_LENGTH} tokens or more, each a query and a key, an even head dim, and as many query heads "
+        "for each head of both key and value"
+    )
     assert causal_attention_unsupported(query, key[:, :, 1:], value[:, :, 1:]) == short
     assert causal_attention_unsupported(query[..., :15], key[..., :15], value[..., :15]) == short
     expected = "torch's own kernel is fast with AMX" if torch.cpu._is_amx_tile_supported() else kernels.absent()
     assert causal_attention_unsupported(query, key, value[..., :8]) == short
+    assert causal_attention_unsupported(query.expand(3, -1, -1, -1), key, value) == short
+    assert causal_attention_unsupported(query, key.expand(-1, 2, -1, -1), value) == short
+    assert causal_attention_unsupported(query[:, :1], *(part.expand(-1, 2, -1, -1) for part in (key, value))) == short
+    assert causal_attention_unsupported(query, key[:, :0], value[:, :0]) == short
     assert causal_attention_unsupported(query, key, value) == expected

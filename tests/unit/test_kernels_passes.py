@@ -269,3 +269,26 @@ def test_real_tensors_where_fake_ones_are_made_or_a_graph_is_recorded() -> None:
     graph = make_fx(lambda x: RMSNormFunction.apply(x, large[0, 0, 0], 1e-5))(large[0])
     other = 2 + large[0]
     assert relative_error(graph(other), RMSNormFunction.apply(other, large[0, 0, 0], 1e-5).double()) < 4e-3
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: passes.rms_norm(x, x[0, :63], eps=1e-5), "rows of 64 got a weight of"),
+        (lambda x: passes.rms_norm_backward(x[1:], x, x[0], x[:, :1]), "got a gradient of"),
+        (lambda x: passes.gate(x[:, :63]), "rows of 63 have no halves"),
+        (lambda x: passes.gate_backward(x, x), "got torch.Size"),
+        (lambda x: passes.rotate(x[:, None, None], x[:, None, None, :62], x[:, None, None, :31], sign=1,
+                                 out=x[:, None, None].clone()), "got tables"),
+        (lambda x: passes.rotate(x[:, None, None, :63], x[:, None, None, :63], x[:, None, None, :31], sign=1,
+                                 out=x[:, None, None, :63].clone()), "got tables"),
+        (lambda x: passes.softmax_gradient(x, *(torch.ones(63) for _ in range(4))), "got torch.Size"),
+        (lambda x: kernels.multiply_into(torch.empty(64, 64), x[:, :63], x, accumulate=False), "got an output"),
+        (lambda x: kernels.multiply_into(torch.empty(63, 64), x, x, accumulate=False), "got an output"),
+    ],
+    ids=["weight", "norm", "odd gate", "gate", "tables", "odd head dim", "softmax", "inner", "output"],
+)  # fmt: skip
+def test_shapes_that_do_not_fit_are_not_read(call: Callable[[Tensor], object], message: str) -> None:
+    """What stood behind them in memory was, so that a wrong width gave numbers."""
+    with pytest.raises(AssertionError, match=message):
+        call(torch.ones(64, 64, dtype=torch.bfloat16))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_frozen.models import attend
 from megatron_frozen.models.documents import AttentionPlan, plan_attention
+from megatron_frozen.testing import relative_error
 
 ROWS, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 12, 4, 2, 8
 DOCUMENTS = {"whole": None, "packed": [[3, 7, 2], [12]], "equal": [[4, 4, 4], [6, 6]]}
@@ -48,6 +52,17 @@ def test_the_operator_gives_what_eager_code_gives(
         graph.setattr(torch.compiler, "is_compiling", lambda: True)
         actual = _results(heads, attend.attend(*heads, plan=plan, window=window))
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.functionalize], ids=["grad", "functionalize"])
+def test_under_a_transform_it_gives_what_torch_gives(transform: Callable[..., Callable[..., Tensor]]) -> None:
+    """Where what a kernel writes is wrapped, or stands at no address, which ended the process."""
+    heads = torch.randn(100, 1, 2, 16, dtype=torch.bfloat16)
+    plan = plan_attention(num_rows=1, seq_length=100, document_lengths=None, windows=[None], device=torch.device("cpu"))
+    ours = transform(lambda x: attend.attend(x, x, x, plan=plan, window=None).sum())(heads)
+    rows = heads.permute(1, 2, 0, 3)
+    theirs = transform(lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True).sum())(rows)
+    assert relative_error(ours, (theirs if theirs.dim() == 0 else theirs.permute(2, 0, 1, 3)).double()) < 8e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)

@@ -17,7 +17,6 @@
 namespace {
 
 constexpr long BLOCK = 128;
-constexpr float LN_2 = 0.693147181f;
 
 struct Heads {  // [batch, heads, s, d] with d dense
     bf16* at;
@@ -30,6 +29,7 @@ struct Sizes {
     long heads_per_group() const { return num_heads / num_groups; }
     long num_blocks() const { return (length + BLOCK - 1) / BLOCK; }
     long padded() const { return num_blocks() * BLOCK; }
+    long whole() const { return padded() * dim; }
     // Some heads of a group: all that share a key head, or one alone where that keeps more threads busy.
     long heads_per_unit(unsigned num_threads) const {
         return batch * num_groups < 2 * static_cast<long>(num_threads) ? 1 : heads_per_group();
@@ -126,6 +126,16 @@ float dot(const bf16* a, const bf16* b, long dim) {
 // The queries from column j on that see key i of a block on the diagonal.
 inline __mmask16 seen(long i, long j) { return i <= j ? 0xffff : i - j >= LANES ? 0 : 0xffff << (i - j); }
 
+// 2^(score scale - offset). A fused product keeps what rounding took from the offset: of large scores many powers of
+// two, so that there both are rounded alike.
+inline Floats power(Floats score, Floats scale, Floats offset, bool is_large) {
+    if (is_large) return exp2(_mm512_sub_ps(rounded_product(score, scale), offset));
+    return exp2(_mm512_fmsub_ps(score, scale, offset));
+}
+inline bool has_large(Floats offset) {
+    return _mm512_cmp_ps_mask(_mm512_abs_ps(offset), all(1 << 14), _CMP_LT_OQ) != 0xffff;
+}
+
 // One block of softmax: from scores [keys, queries] to P^T as a right operand, with the running maximum (of scaled
 // scores) and sum of each query, and `decay`, by which what came from earlier blocks shrinks.
 void softmax_block(const float* scores, float scale, bool diagonal, float* maximum, float* sum, float* decay,
@@ -140,13 +150,13 @@ void softmax_block(const float* scores, float scale, bool diagonal, float* maxim
         }
         Floats old = _mm512_loadu_ps(maximum + j), factor = all(scale);
         top = _mm512_max_ps(old, times(top, factor));
+        const bool is_large = has_large(top);
         Floats shrink = exp2(_mm512_sub_ps(old, top));
         Floats total = times(_mm512_loadu_ps(sum + j), shrink);
         for (long i = 0; i < BLOCK; i += 2) {
             __m256i pair[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
             for (long odd = 0; odd < 2 && i < end; odd++) {
-                Floats x = _mm512_loadu_ps(scores + (i + odd) * BLOCK + j);
-                Floats p = exp2(_mm512_fmsub_ps(x, factor, top));
+                Floats p = power(_mm512_loadu_ps(scores + (i + odd) * BLOCK + j), factor, top, is_large);
                 if (diagonal) p = _mm512_maskz_mov_ps(seen(i + odd, j), p);
                 total = _mm512_add_ps(total, p);
                 pair[odd] = rounded(p);
@@ -160,17 +170,19 @@ void softmax_block(const float* scores, float scale, bool diagonal, float* maxim
 }
 
 // One block of the backward: P^T and dS^T = P^T (dP^T - delta) as left operands, dS^T as a right operand too.
-void softmax_backward_block(const float* scores, const float* grad_probs, float scale, bool diagonal,
-                            const float* logsumexp, const float* delta, bf16* probs, bf16* grad_scores,
-                            bf16* grad_scores_right) {
+template <bool diagonal>
+void softmax_backward_block(const float* scores, const float* grad_probs, float scale, const float* logsumexp,
+                            const float* delta, bf16* probs, bf16* grad_scores, bf16* grad_scores_right) {
     const Floats factor = all(scale);
+    bool is_large = false;
+    for (long j = 0; j < BLOCK; j += LANES) is_large |= has_large(_mm512_loadu_ps(logsumexp + j));
     for (long i = 0; i < BLOCK; i += 2)
         for (long j = 0; j < BLOCK; j += LANES) {
             Floats offset = _mm512_loadu_ps(logsumexp + j), mean = _mm512_loadu_ps(delta + j);
             __m256i pair[2];
             for (long odd = 0; odd < 2; odd++) {
                 long at = (i + odd) * BLOCK + j;
-                Floats p = exp2(_mm512_fmsub_ps(_mm512_loadu_ps(scores + at), factor, offset));
+                Floats p = power(_mm512_loadu_ps(scores + at), factor, offset, is_large);
                 Floats ds = times(p, _mm512_sub_ps(_mm512_loadu_ps(grad_probs + at), mean));
                 if (diagonal) {
                     p = _mm512_maskz_mov_ps(seen(i + odd, j), p);
@@ -184,9 +196,64 @@ void softmax_backward_block(const float* scores, const float* grad_probs, float 
         }
 }
 
+// What one thread of the backward holds: a key head, a block of queries that see it, and what their products need.
+struct Backward {
+    const Torch& torch;
+    const Sizes& sizes;
+    const Heads* heads;  // query, key, value, context and grad
+    const float scale;
+    const long dim, tile;
+    Room<bf16> keys, keys_T, values;
+    Operand queries, grads;
+    Room<bf16> probs, grad_scores, grad_scores_right;
+    Room<float> scores, grad_probs, columns, turned, per_query;
+    float *logsumexp, *delta, *factors;
+
+    Backward(const Torch& torch, const Sizes& sizes, const Heads* heads, float root)
+        : torch(torch), sizes(sizes), heads(heads), scale(LOG2_E * root), dim(sizes.dim), tile(BLOCK * dim),
+          keys(sizes.whole()), keys_T(sizes.whole()), values(sizes.whole()), queries(tile), grads(tile),
+          probs(BLOCK * BLOCK), grad_scores(BLOCK * BLOCK), grad_scores_right(BLOCK * BLOCK), scores(BLOCK * BLOCK),
+          grad_probs(BLOCK * BLOCK), columns(tile), turned(tile), per_query(3 * BLOCK), logsumexp(per_query),
+          delta(per_query + BLOCK), factors(per_query + 2 * BLOCK) {
+        for (long i = 0; i < BLOCK; i++) factors[i] = root;
+    }
+
+    void read_keys(long b, long group) {
+        const Heads &key = heads[1], &value = heads[2];
+        copy_rows(key.row(b, group, 0), key.row_stride, keys, sizes.length, sizes.padded(), dim);
+        copy_rows(value.row(b, group, 0), value.row_stride, values, sizes.length, sizes.padded(), dim);
+        transpose_blocks(torch, keys, keys_T, sizes);
+    }
+
+    void read_queries(long b, long h, long start, long count, const float* given) {
+        const Heads &query = heads[0], &context = heads[3], &grad = heads[4];
+        queries.read(torch, query.row(b, h, start), query.row_stride, count, dim);
+        grads.read(torch, grad.row(b, h, start), grad.row_stride, count, dim);
+        for (long i = 0; i < BLOCK; i++) {
+            delta[i] = i < count ? dot(grads.rows + i * dim, context.row(b, h, start + i), dim) : 0;
+            logsumexp[i] = i < count ? given[i] : 0;
+        }
+    }
+
+    // Over or to the gradients of block k of keys and values, and of these queries, whose first block of keys is 0.
+    void differentiate(long k, bool diagonal, bool adds, float* grad_K, float* grad_V) {
+        multiply(torch, BLOCK, BLOCK, dim, false, keys + k * tile, queries.across, scores);      // S^T
+        multiply(torch, BLOCK, BLOCK, dim, false, values + k * tile, grads.across, grad_probs);  // dP^T
+        const auto softmax_backward = diagonal ? softmax_backward_block<true> : softmax_backward_block<false>;
+        softmax_backward(scores, grad_probs, scale, logsumexp, delta, probs, grad_scores, grad_scores_right);
+        multiply(torch, BLOCK, dim, BLOCK, adds, probs, grads.down, grad_V + k * tile);
+        multiply(torch, BLOCK, dim, BLOCK, adds, grad_scores, queries.down, grad_K + k * tile);
+        multiply(torch, dim, BLOCK, BLOCK, k > 0, keys_T + k * tile, grad_scores_right, columns);  // dQ^T
+    }
+
+    void write_queries(const Heads& grad_query, long b, long h, long start, long count) {
+        write_columns(torch, columns, factors, turned, grad_query.row(b, h, start), grad_query.row_stride, count, dim);
+    }
+};
+
 }  // namespace
 
-// Writes C, and the logarithm of each query's sum of exponentials into [b, n, s].
+// Writes C, and the logarithm to base 2 of each query's sum of exponentials into [b, n, s].
 extern "C" void mf_attention_forward(const Torch* torch_, unsigned num_threads, const Sizes* sizes_, const Heads* heads,
                                      float* logsumexp) {
     const Torch& torch = *torch_;
@@ -221,7 +288,7 @@ extern "C" void mf_attention_forward(const Torch* torch_, unsigned num_threads, 
                     }
                     float* out = logsumexp + (unit.b * sizes.num_heads + h) * sizes.length + start;
                     for (long i = 0; i < BLOCK; i++) {
-                        if (i < count) out[i] = LN_2 * (maximum[i] + std::log2(sum[i]));
+                        if (i < count) out[i] = maximum[i] + std::log2(sum[i]);
                         decay[i] = 1 / sum[i];
                     }
                     write_columns(torch, columns, decay, turned, context.row(unit.b, h, start), context.row_stride,
@@ -233,14 +300,12 @@ extern "C" void mf_attention_forward(const Torch* torch_, unsigned num_threads, 
 
 // Writes dQ, dK and dV.
 extern "C" void mf_attention_backward(const Torch* torch_, unsigned num_threads, const Sizes* sizes_,
-                                      const Heads* heads, const float* logsumexp_) {
+                                      const Heads* heads, const float* logsumexp) {
     const Torch& torch = *torch_;
     const Sizes& sizes = *sizes_;
-    const Heads &query = heads[0], &key = heads[1], &value = heads[2], &context = heads[3], &grad = heads[4];
     const Heads &grad_query = heads[5], &grad_key = heads[6], &grad_value = heads[7];
-    const long dim = sizes.dim, tile = BLOCK * dim, per_unit = sizes.heads_per_unit(num_threads);
-    const long padded = sizes.padded(), whole = padded * dim;
-    const float root = 1 / std::sqrt(static_cast<float>(dim)), scale = LOG2_E * root;
+    const long dim = sizes.dim, whole = sizes.whole(), per_unit = sizes.heads_per_unit(num_threads);
+    const float root = 1 / std::sqrt(static_cast<float>(dim));
     auto write_grads = [&](const float* sums, long b, long group) {  // dK and dV of one key head, [2, padded s, d]
         write_rows(sums, root, grad_key.row(b, group, 0), grad_key.row_stride, sizes.length, dim);
         write_rows(sums + whole, 1, grad_value.row(b, group, 0), grad_value.row_stride, sizes.length, dim);
@@ -249,43 +314,22 @@ extern "C" void mf_attention_backward(const Torch* torch_, unsigned num_threads,
     const bool shares = per_unit < sizes.heads_per_group();
     const Room<float> partial(shares ? 2 * sizes.batch * sizes.num_heads * whole : 0);
     on_threads(torch, num_threads, sizes.batch * sizes.num_heads / per_unit, [&](Pieces& pieces) {
-        Room<bf16> keys(whole), keys_T(whole), values(whole);
-        Operand queries(tile), grads(tile);
-        Room<bf16> probs(BLOCK * BLOCK), grad_scores(BLOCK * BLOCK), grad_scores_right(BLOCK * BLOCK);
-        Room<float> scores(BLOCK * BLOCK), grad_probs(BLOCK * BLOCK), columns(tile), turned(tile);
-        Room<float> own(shares ? 0 : 2 * whole), per_query(3 * BLOCK);
-        float *logsumexp = per_query, *delta = per_query + BLOCK, *factors = per_query + 2 * BLOCK;
-        for (long i = 0; i < BLOCK; i++) factors[i] = root;
+        Backward backward(torch, sizes, heads, root);
+        const Room<float> own(shares ? 0 : 2 * whole);
         for (long piece; pieces.take(piece);) {
-            Unit unit(piece, sizes, per_unit);
-            float* sum_K = shares ? partial + 2 * (unit.b * sizes.num_heads + unit.first_head) * whole : own.at;
-            float* sum_V = sum_K + whole;
-            copy_rows(key.row(unit.b, unit.group, 0), key.row_stride, keys, sizes.length, padded, dim);
-            copy_rows(value.row(unit.b, unit.group, 0), value.row_stride, values, sizes.length, padded, dim);
-            transpose_blocks(torch, keys, keys_T, sizes);
+            const Unit unit(piece, sizes, per_unit);
+            float* sums = shares ? partial + 2 * (unit.b * sizes.num_heads + unit.first_head) * whole : own.at;
+            backward.read_keys(unit.b, unit.group);
             for (long h = unit.first_head; h < unit.end_head; h++)
                 for (long q = 0; q < sizes.num_blocks(); q++) {
-                    long start = q * BLOCK, count = std::min(BLOCK, sizes.length - start);
-                    queries.read(torch, query.row(unit.b, h, start), query.row_stride, count, dim);
-                    grads.read(torch, grad.row(unit.b, h, start), grad.row_stride, count, dim);
-                    const float* given = logsumexp_ + (unit.b * sizes.num_heads + h) * sizes.length + start;
-                    for (long i = 0; i < BLOCK; i++) {
-                        delta[i] = i < count ? dot(grads.rows + i * dim, context.row(unit.b, h, start + i), dim) : 0;
-                        logsumexp[i] = i < count ? LOG2_E * given[i] : 0;
-                    }
+                    const long start = q * BLOCK, count = std::min(BLOCK, sizes.length - start);
+                    backward.read_queries(unit.b, h, start, count,
+                                          logsumexp + (unit.b * sizes.num_heads + h) * sizes.length + start);
                     for (long k = 0; k <= q; k++) {
-                        bool adds = q > k || h > unit.first_head;  // a block of keys is first met on the diagonal
-                        multiply(torch, BLOCK, BLOCK, dim, false, keys + k * tile, queries.across, scores);  // S^T
-                        multiply(torch, BLOCK, BLOCK, dim, false, values + k * tile, grads.across, grad_probs);  // dP^T
-                        softmax_backward_block(scores, grad_probs, scale, k == q, logsumexp, delta, probs, grad_scores,
-                                               grad_scores_right);
-                        multiply(torch, BLOCK, dim, BLOCK, adds, probs, grads.down, sum_V + k * tile);
-                        multiply(torch, BLOCK, dim, BLOCK, adds, grad_scores, queries.down, sum_K + k * tile);
-                        // dQ^T
-                        multiply(torch, dim, BLOCK, BLOCK, k > 0, keys_T + k * tile, grad_scores_right, columns);
+                        const bool adds = q > k || h > unit.first_head;  // a block of keys is first met on the diagonal
+                        backward.differentiate(k, k == q, adds, sums, sums + whole);
                     }
-                    write_columns(torch, columns, factors, turned, grad_query.row(unit.b, h, start),
-                                  grad_query.row_stride, count, dim);
+                    backward.write_queries(grad_query, unit.b, h, start, count);
                 }
             if (!shares) write_grads(own, unit.b, unit.group);
         }
@@ -293,10 +337,10 @@ extern "C" void mf_attention_backward(const Torch* torch_, unsigned num_threads,
     if (!shares) return;
     on_threads(torch, num_threads, sizes.batch * sizes.num_groups, [&](Pieces& pieces) {
         for (long piece; pieces.take(piece);) {
-            float* sum = partial + 2 * piece * sizes.heads_per_group() * whole;
+            float* sums = partial + 2 * piece * sizes.heads_per_group() * whole;
             for (long h = 1; h < sizes.heads_per_group(); h++)
-                for (long i = 0; i < 2 * whole; i++) sum[i] += sum[2 * h * whole + i];
-            write_grads(sum, piece / sizes.num_groups, piece % sizes.num_groups);
+                for (long i = 0; i < 2 * whole; i++) sums[i] += sums[2 * h * whole + i];
+            write_grads(sums, piece / sizes.num_groups, piece % sizes.num_groups);
         }
     });
 }

@@ -31,6 +31,17 @@ inline long power_above(long size) {
     return power;
 }
 
+// So it is with how far apart the rows of A are where they are read in place: the widths of a model are few, and more
+// than a few distances are numbers of tokens.
+inline bool is_one_of_few(long stride) {
+    static std::atomic<long> few[8];
+    for (auto& one : few) {
+        long none = 0;
+        if (one.compare_exchange_strong(none, stride) || none == stride) return true;
+    }
+    return false;
+}
+
 inline long even(long size) { return (size + 1) / 2 * 2; }
 
 // Rows [M, K] of an A whose columns are dense, K padded to even with zero.
@@ -75,12 +86,10 @@ struct Chunk {
     const Torch& torch;
     Matrix A, B;
     long M, N, depth, stride;  // stride: of packed rows of A
+    bool is_A_readable;
     Cuts rows, columns;
-    // Whether the block product reads A as it is; it aborts where its rows are 2^26 apart.
-    bool reads_A() const {
-        return A.column_stride == 1 && depth % 2 == 0 && (M == 1 || A.row_stride >= depth) && A.row_stride < 1 << 22;
-    }
-    long lda() const { return reads_A() ? std::max(A.row_stride, depth) : stride; }
+    bool reads_A() const { return is_A_readable && depth % 2 == 0; }  // as it is
+    long lda() const { return reads_A() ? A.row_stride : stride; }
 
     void pack_block_A(long index, bf16* into) const {
         const Matrix block{A(index * rows.block, 0), A.row_stride, A.column_stride};
@@ -123,10 +132,13 @@ extern "C" void mf_multiply(const Torch* torch, unsigned num_threads, long M, lo
     const long chunk = std::min(power_within(std::max({M, N, 512L}), CHUNK_K), K);
     const long stride = power_above(chunk) + APART;
     const Room<bf16> shared(std::min(M, N) * stride);
+    // The block product aborts where rows of A are 2^26 apart.
+    const bool is_A_readable = A->column_stride == 1 && A->row_stride >= K && A->row_stride < 1 << 22 && K > 1 &&
+                               is_one_of_few(A->row_stride);
     for (long k = 0; k < K; k += chunk, adds = true) {
         const Chunk part{*torch, {(*A)(0, k), A->row_stride, A->column_stride},
                          {(*B)(k, 0), B->row_stride, B->column_stride}, M, N, std::min(chunk, K - k), stride,
-                         Cuts(M, BLOCK, num_threads), Cuts(N, BLOCK, num_threads)};
+                         is_A_readable, Cuts(M, BLOCK, num_threads), Cuts(N, BLOCK, num_threads)};
         const long depth = even(part.depth);
         if (M >= N) {  // all of B is packed first, then blocks of rows of A by the thread that multiplies them
             on_threads(*torch, num_threads, part.columns.count(), [&](Pieces& pieces) {

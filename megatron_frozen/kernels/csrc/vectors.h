@@ -20,11 +20,15 @@ inline void each_vector(long width, const Work& work) {
 
 inline Floats all(float x) { return _mm512_set1_ps(x); }
 inline Floats times(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+// Which the compiler does not fuse with a sum.
+inline Floats rounded_product(Floats a, Floats b) {
+    return _mm512_mul_round_ps(a, b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 
 inline Floats widened(__m256i low) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(low), 16)); }
 inline Floats load(const bf16* at, __mmask16 mask) { return widened(_mm256_maskz_loadu_epi16(mask, at)); }
 
-// To the nearest, ties to even; NaN stays NaN.
+// To the nearest, ties to even; NaN stays NaN, and what is below 2^-126 becomes 0, as in the products of bf16.
 inline __m256i rounded(Floats x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 inline void store(bf16* at, Floats x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), rounded(x)); }
 inline void store(bf16* at, Floats x, __mmask16 mask) { _mm256_mask_storeu_epi16(at, mask, rounded(x)); }
