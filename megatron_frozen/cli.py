@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.run(arguments)
     except KeyboardInterrupt:  # on every rank at once, so none has to wait for another
         if _rank_and_world_size()[0] == 0:
-            _say("interrupted; a training run goes on from its last checkpoint if started again")
+            _say(f"interrupted{arguments.interrupted}")
         return 130
     except BrokenPipeError as error:
         return _UNREAD if _is_reader_gone() else _fail(str(error), code=1)
@@ -121,7 +121,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Return the command and its options. What follows one that runs a script is the script's, and looked at by nobody
     else."""
     if argv and argv[0] in _OF_SCRIPTS and not {"-h", "--help"} & set(argv[1:2]):
-        return argparse.Namespace(run=lambda _: _OF_SCRIPTS[argv[0]](argv[1:]))
+        return argparse.Namespace(run=lambda _: _OF_SCRIPTS[argv[0]](argv[1:]), interrupted="")
     return _parser().parse_args(argv)
 
 
@@ -129,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megatron-frozen", description="Tensor-parallel LoRA training.")
     version = f"%(prog)s {installed_version('megatron-frozen')}"
     parser.add_argument("--version", action="version", version=version, help="say which version this is")
+    parser.set_defaults(interrupted="")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("train", help="train as a YAML file says, under torchrun or on one rank")
@@ -136,7 +137,10 @@ def _parser() -> argparse.ArgumentParser:
         "config", type=Path, metavar="CONFIG.yaml", help="what to train, as in examples/lora_smollm2.yaml"
     )
     command.add_argument("overrides", nargs="*", metavar="key=value", help="settings in place of the file's: lora.r=8")
-    command.set_defaults(run=lambda given: train(load_config(given.config, overrides=given.overrides)))
+    command.set_defaults(
+        run=lambda given: train(load_config(given.config, overrides=given.overrides)),
+        interrupted="; the run goes on from its last checkpoint if started again",
+    )
 
     command = commands.add_parser("generate", help="answer a prompt, with an adapter also without it")
     _add_model(command)
@@ -234,7 +238,6 @@ def _add_bench_options(command: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
-    return value
+    return int(text)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from megatron_frozen.bench.runner import BenchConfig, Row, bar_picture, stamp, text_table, write_csv
+from megatron_frozen.bench.runner import BenchConfig, Row, bar_picture, stamp, telling, text_table, write_csv
 from megatron_frozen.bench.targets import at_least, at_most, number
 from megatron_frozen.diagnostics import Recorder
 from megatron_frozen.integrations.megatron_core import patched, upstream
@@ -63,12 +63,14 @@ def run(config: BenchConfig) -> None:
         rows = measure(sizes, repeats=config.repeats)
         rows += verdicts(rows, sizes)
     times, targets = ([row for row in rows if row["kind"] == kind] for kind in ("time", "target"))
-    print(text_table(times, COLUMNS), text_table(targets, ("figure", "value", "target", "met")), sep="\n\n")
+    tables = f"{text_table(times, COLUMNS)}\n\n{text_table(targets, ('figure', 'value', 'target', 'met'))}"
+    path = config.output / "gpt_model.csv"
     mark = stamp(config) | {"megatron_core": upstream.version()}
-    write_csv(config.output / "gpt_model.csv", [mark | row for row in rows])
     bars = {str(row["way"]): {name: number(row, f"{name}_ms") for name in ("forward", "backward")} for row in times}
     title = f"GPTModel, frozen, V={sizes.vocab}, s={sizes.seq}, bf16"
-    bar_picture(config.output / "gpt_model.png", bars, title=title, label="ms")
+    with telling(tables, path=path):
+        write_csv(path, [mark | row for row in rows])
+        bar_picture(path.with_suffix(".png"), bars, title=title, label="ms")
 
 
 def measure(sizes: Sizes, *, repeats: int) -> list[Row]:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_frozen.bench.runner import BenchConfig, Row, bar_picture, stamp, text_table, write_csv
+from megatron_frozen.bench.runner import BenchConfig, Row, bar_picture, stamp, telling, text_table, write_csv
 from megatron_frozen.bench.targets import at_most, number
 from megatron_frozen.bench.workers import Build, Run, Step, take_turns
 from megatron_frozen.functional import vocab_parallel_cross_entropy
@@ -61,15 +61,16 @@ Product = Callable[[Tensor, Tensor], Tensor]
 def run(config: BenchConfig) -> None:
     """Measure, print the table with its targets, write rl_step.csv and rl_step.png."""
     rows = measure(config)
-    print(text_table(rows, COLUMNS), end="\n\n")
     targets = verdicts({str(row["way"]): row for row in rows})
-    print(text_table(targets, ("figure", "value", "target", "met")))
-    write_csv(config.output / "rl_step.csv", [stamp(config) | row for row in rows + targets])
+    tables = f"{text_table(rows, COLUMNS)}\n\n{text_table(targets, ('figure', 'value', 'target', 'met'))}"
+    path = config.output / "rl_step.csv"
     seconds = {
         str(row["way"]): {"forward + backward": number(row, "forward_backward_s"), "step": number(row, "step_s")}
         for row in rows
     }
-    bar_picture(config.output / "rl_step.png", seconds, title="RL step, Qwen2.5-0.5B shape, s=512", label="s")
+    with telling(tables, path=path):
+        write_csv(path, [stamp(config) | row for row in rows + targets])
+        bar_picture(path.with_suffix(".png"), seconds, title="RL step, Qwen2.5-0.5B shape, s=512", label="s")
 
 
 def measure(config: BenchConfig) -> list[Row]:

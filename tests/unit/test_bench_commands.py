@@ -186,7 +186,11 @@ def test_help_says_what_each_name_is(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["bench", "wgard"], "invalid choice: 'wgard'"), (["bench", "wgrad", "--repeats", "0"], "not a whole number")],
+    [
+        (["bench", "wgard"], "invalid choice: 'wgard'"),
+        (["bench", "wgrad", "--repeats", "0"], "not a whole number"),
+        (["bench", "wgrad", "--repeats", "x"], "x is not a whole number above 0"),
+    ],
 )
 def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

@@ -168,7 +168,7 @@ def test_unexpected_error_shows_its_traceback(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("raised", "code", "message"),
     [
-        (KeyboardInterrupt(), 130, "interrupted; a training run goes on from its last checkpoint if started again"),
+        (KeyboardInterrupt(), 130, "interrupted; the run goes on from its last checkpoint if started again"),
         (
             RuntimeError("[gloo/pair.cc] Connection closed by peer"),
             1,
@@ -197,7 +197,7 @@ def test_an_interruption_is_said_by_the_first_rank_only(capsys, monkeypatch, ran
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", rank)
     assert main(["env"]) == 130
-    assert capsys.readouterr().err.count("(rank 0): error: interrupted") == lines
+    assert capsys.readouterr().err.count("(rank 0): error: interrupted\n") == lines
 
 
 def test_help_says_what_each_argument_and_default_is():
