@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -11,15 +12,18 @@ from megatron_frozen.script import Script
 
 
 def diagnose_script(arguments: Sequence[str]) -> None:
-    """Run a script or a module, see ``Script``, under a ``Diagnosis``; rank 0 reports on stderr, however it ends.
+    """Run a script or a module, see ``Script``, under a ``Diagnosis``; the first and the last rank report on stderr,
+    as the last stage of a pipeline has the head. Not after ``os._exit`` or a kill.
 
-    Raises ConfigError where there is none.
+    Raises ConfigError where there is none, or if torchrun's variables contradict each other.
     """
     script = Script(arguments, command="diagnose")
-    diagnosis = Diagnosis()
+    rank, world_size, _ = environment.launched_rank()
+    diagnosis, process = Diagnosis(), os.getpid()
     try:
         with diagnosis:
             script.run()
     finally:
-        if environment.text("RANK") in (None, "0"):
-            print(diagnosis.report(), file=sys.stderr, flush=True)
+        if rank in (0, world_size - 1) and os.getpid() == process:  # a forked process may end here too
+            who = f"rank {rank}: " if world_size > 1 else ""
+            print(f"{who}{diagnosis.report()}", file=sys.stderr, flush=True)

@@ -17,18 +17,25 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_frozen.diagnostics.findings import Direction, Fault, Finding, text_of
-from megatron_frozen.diagnostics.module_trail import ModuleTrail, next_node
+from megatron_frozen.diagnostics.module_trail import ModuleTrail
+from megatron_frozen.errors import MegatronFrozenError
 from megatron_frozen.kernels import in_memory
 from megatron_frozen.layout import fold_leading, fold_pair, plan_fold
 
-_COPY, _BATCHED = torch.ops.aten.clone.default, torch.ops.aten.bmm.default
-_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, _BATCHED)
+_aten = torch.ops.aten
+_COPY = _aten.clone.default
+_PLAIN = {_aten.mm.default, _aten.mm.out, _aten.addmm.default, _aten.addmm.out, _aten.addmm_.default}
+_BATCHED = {_aten.bmm.default, _aten.bmm.out, _aten.baddbmm.default, _aten.baddbmm.out, _aten.baddbmm_.default}
+_SEEN = {_COPY} | _PLAIN | _BATCHED
+_DISPATCH = "__torch_dispatch__"
 _SAMPLES = 3  # calls of a kind that are timed: the first one also sets up what it needs
 _RECENT = 32  # copies that a product may still come for
+_MOST_NODES = 2**16  # products whose backward may still come
 
 
 class _Layout(NamedTuple):
@@ -53,9 +60,17 @@ class Diagnosis(TorchDispatchMode):
 
     ``with Diagnosis() as found: step()``, then ``print(found.report())`` or ``found.findings``. All values stay what
     they are. The first calls of each suspect kind are timed and run once more folded, on the same operands, for which
-    the device is synchronised and another result held. What runs in compiled graphs or in other processes is not seen.
-    No collectives.
+    the device is synchronised and another result made first. Of what torch.compile has compiled it sees the products
+    that are left to torch. What runs in other threads and processes, under ``torch.inference_mode`` or in a CUDA graph
+    is not seen. No collectives.
     """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile compile, whose own look at the operations is none of ours."""
+        return True
 
     def __init__(self) -> None:
         """Start with nothing found."""
@@ -65,12 +80,17 @@ class Diagnosis(TorchDispatchMode):
         self._found: dict[tuple[object, ...], Finding] = {}
         self._copy_s: dict[tuple[object, ...], list[float]] = {}
         self._copies: deque[_Copy] = deque(maxlen=_RECENT)
-        self._matrices: dict[int, int] = {}  # of products by one matrix: the node's number, and the matrix' storage
+        self._matrices: dict[tuple[int, int], int] = {}  # of products by one matrix: the node, and the matrix' storage
         self._trail = ModuleTrail()
-        self._start = 0.0
+        self._start: float | None = None
 
     def __enter__(self) -> Diagnosis:
-        """Begin to watch."""
+        """Begin to watch.
+
+        Raises MegatronFrozenError where it does so already.
+        """
+        if self._start is not None:
+            raise MegatronFrozenError("this Diagnosis is watching already; leave it first, or make another one")
         self._trail.__enter__()
         self._start = time.perf_counter()
         return super().__enter__()
@@ -78,8 +98,10 @@ class Diagnosis(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         """End it; what was found stays."""
         super().__exit__(*error)
-        self.watched_s += time.perf_counter() - self._start
         self._trail.__exit__()
+        assert self._start is not None
+        self.watched_s += time.perf_counter() - self._start
+        self._start = None
 
     @property
     def findings(self) -> list[Finding]:
@@ -94,21 +116,27 @@ class Diagnosis(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run the operation, and look at it if it is a product or a copy of real tensors."""
-        del types
+        if types and any(map(_has_operators, types)):
+            return NotImplemented  # so that theirs run, and what those multiply comes here
+        if func not in _SEEN:
+            return func(*args, **(kwargs or {}))
         call = partial(func, *args, **(kwargs or {}))
-        operands = args[-2:] if func in _PRODUCTS else args[:1] if func is _COPY else ()
-        if not operands or operands[0].is_meta or not in_memory(*operands):
+        operands = args[:1] if func is _COPY else args[-2:]
+        if not _is_seen(operands):
             return call()
         if func is _COPY:
             return self._copied(args[0], call)
         self.num_products += 1
-        look = self._multiplied_batched if func is _BATCHED else self._multiplied
-        return look(operands[0], operands[1], call)
+        left, right = operands
+        look = self._multiplied_batched if func in _BATCHED and left.shape[0] != 1 else self._multiplied
+        return look(left, right, call)
 
     def _copied(self, source: torch.Tensor, call: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Copy ``source`` [..., K], and remember it if it folds without a copy."""
+        """Copy ``source`` [..., K], or [..., K, 1] as einsum does, and remember it if it folds without a copy."""
         layout = _Layout.of(source)
-        if source.dim() < 3 or source.is_contiguous() or not plan_fold(layout.shape, layout.stride).is_view:
+        if layout.shape[-1:] == (1,):
+            layout = layout._replace(shape=layout.shape[:-1], stride=layout.stride[:-1])
+        if len(layout.shape) < 3 or source.is_contiguous() or not plan_fold(layout.shape, layout.stride).is_view:
             return call()
         seconds = self._copy_s.setdefault((layout, source.device), [])
         if len(seconds) < _SAMPLES:
@@ -121,17 +149,19 @@ class Diagnosis(TorchDispatchMode):
         return copy
 
     def _multiplied(self, left: torch.Tensor, right: torch.Tensor, call: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Multiply [M, K] by [K, N], and note it if the rows were copied for it and for nothing else.
+        """Multiply [M, K] by [K, N], or one such pair of a batch, and note it if the rows were copied first for it.
 
         A weight gradient wants rows of two tensors in one order, so that it may need the copy, and what shares it with
         a weight gradient too.
         """
         copy = self._taken_copy(left)
-        if self._taken_copy(right) or copy is None or left.shape[1] != copy.source.shape[-1] or right.requires_grad:
+        if self._taken_copy(right) or copy is None or right.requires_grad:
+            return call()
+        if left.shape[-1] != copy.source.shape[-1] or not left.is_contiguous():  # other rows, or its columns
             return call()
         module, is_backward = self._trail.place()
         direction = Direction.DGRAD if is_backward else Direction.FORWARD
-        kind = {"module": module, "direction": direction, "fault": Fault.COPIED, "matrix": tuple(right.shape)}
+        kind = {"module": module, "direction": direction, "fault": Fault.COPIED, "matrix": tuple(right.shape[-2:])}
         finding = self._finding(copy.source, **kind)
         if finding.calls > _SAMPLES:
             return call()
@@ -153,15 +183,19 @@ class Diagnosis(TorchDispatchMode):
     ) -> torch.Tensor:
         """Multiply [B, M, K] by [B, K, N], and note it if all slices on the right are one matrix, or if this is the
         weight gradient of such a product."""
-        node = torch._C._current_autograd_node()
-        of_forward = None if node is None else self._matrices.get(node._sequence_nr())
+        node = self._trail.running_node()
+        of_forward = None if node is None else self._matrices.get(node)
         matrix_storage = right.untyped_storage()._cdata
         is_by_one = right.shape[0] > 1 and right.stride(0) == 0
         if not is_by_one and of_forward is None:
             return call()
+        if left.shape[::2] != right.shape[:2] or left.dtype != right.dtype:  # torch says what is wrong
+            return call()
         module, is_backward = self._trail.place()
-        if not is_backward and (left.requires_grad or right.requires_grad):
-            self._matrices[next_node() - 1] = matrix_storage  # autograd has just made the node
+        if not is_backward and torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):
+            if len(self._matrices) >= _MOST_NODES:
+                del self._matrices[next(iter(self._matrices))]
+            self._matrices[self._trail.last_node()] = matrix_storage  # autograd has just made the node
         if of_forward not in (None, matrix_storage):
             direction, rows, matrix = Direction.WGRAD, right, (left.shape[1], right.shape[2])
             folded = partial(_folded_wgrad, left, right)
@@ -176,8 +210,9 @@ class Diagnosis(TorchDispatchMode):
         finding = self._finding(_Layout.of(rows), **kind)
         if finding.calls > _SAMPLES:
             return call()
+        folded_s = _timed(folded, device=left.device)[1]  # first, as the first one finds everything cold
         product, as_run_s = _timed(call, device=left.device)
-        finding.note(as_run_s=as_run_s, folded_s=_timed(folded, device=left.device)[1])
+        finding.note(as_run_s=as_run_s, folded_s=folded_s)
         return product
 
     def _finding(self, rows: _Layout, **kind: Any) -> Finding:
@@ -187,16 +222,30 @@ class Diagnosis(TorchDispatchMode):
         return finding
 
 
+def _has_operators(kind: type) -> bool:
+    """Return whether a class of tensors has operators of its own, as DTensor, which multiply real tensors."""
+    return getattr(kind, _DISPATCH) is not getattr(torch.Tensor, _DISPATCH) and not issubclass(kind, FakeTensor)
+
+
+def _is_seen(operands: Sequence[torch.Tensor]) -> bool:
+    """Return whether they have memory, one shape and strides, are of floating point, and may be timed."""
+    if any(operand.is_meta or operand.is_nested or not operand.dtype.is_floating_point for operand in operands):
+        return False
+    if not in_memory(*operands):
+        return False
+    return not (operands[0].is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def _folded(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Multiply [B, M, K] by the one matrix of [B, K, N] as one product."""
     rows_RK, _ = fold_leading(left)
-    return _BATCHED(rows_RK.unsqueeze(0), right[:1])
+    return _aten.bmm.default(rows_RK.unsqueeze(0), right[:1])
 
 
 def _folded_wgrad(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Multiply [B, K, M] by [B, M, N] and sum over B, as one product."""
     left_RK, right_RN = fold_pair(left.mT, right)
-    return _BATCHED(left_RK.t().unsqueeze(0), right_RN.unsqueeze(0))
+    return _aten.bmm.default(left_RK.t().unsqueeze(0), right_RN.unsqueeze(0))
 
 
 def _timed(call: Callable[[], torch.Tensor], *, device: torch.device) -> tuple[torch.Tensor, float]:

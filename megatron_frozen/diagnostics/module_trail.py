@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
@@ -13,24 +14,56 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 _MOST_EVENTS = 2**18  # some 100 steps of a model with 1000 modules
 
 
+class _Thread(threading.local):
+    """What one thread is in, and which module was entered or left before which node it made."""
+
+    def __init__(self) -> None:
+        self.state = _State()
+
+
+class _State:
+    def __init__(self) -> None:
+        self.stack: list[tuple[str, int | None]] = []  # modules, and the number of the node that entered each
+        self.numbers: list[int] = []  # the events: from which number on, and in which module
+        self.modules: list[str] = []
+        self.again: tuple[int, int] = (
+            -1,
+            -1,
+        )  # after which forward, and in which backward, modules were entered again
+
+    def note(self) -> None:
+        if len(self.numbers) >= _MOST_EVENTS:
+            del self.numbers[: _MOST_EVENTS // 2], self.modules[: _MOST_EVENTS // 2]
+        self.numbers.append(next_node())
+        self.modules.append(self.stack[-1][0] if self.stack else "")
+
+    def module_of(self, number: int) -> str:
+        index = bisect_right(self.numbers, number) - 1
+        return self.modules[index] if index >= 0 else ""
+
+
 class ModuleTrail:
     """Follows all modules' forwards by global hooks, between ``__enter__`` and ``__exit__``.
 
-    Autograd numbers its nodes in the order in which they are made. The numbers at which a module was entered and left
-    so tell which nodes are its own, whatever runs them later and on whatever thread; what activation checkpointing
-    computes again is entered again.
+    Autograd numbers the nodes that a thread makes in their order. The numbers at which a module was entered and left
+    so tell which nodes are its own, whatever runs them later. On a GPU the backward has a thread of its own: what
+    activation checkpointing computes again there is entered again and numbered by that thread.
     """
 
     def __init__(self) -> None:
         """Start outside all modules."""
         self._names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
-        self._stack: list[str] = []
-        self._numbers: list[int] = []  # the events: from which number on, and in which module
-        self._modules: list[str] = []
         self._hooks: Sequence[Any] = ()
+        self._start()
+
+    def _start(self) -> None:
+        self._thread = _Thread()
+        self._home = self._thread.state  # of the thread whose forwards are followed
+        self._num_entered = 0
 
     def __enter__(self) -> ModuleTrail:
         """Hook all modules."""
+        self._start()
         enter = register_module_forward_pre_hook(self._enter)
         leave = register_module_forward_hook(self._leave, always_call=True)
         self._hooks = (enter, leave)
@@ -43,29 +76,55 @@ class ModuleTrail:
 
     def place(self) -> tuple[str, bool]:
         """Return the innermost module whose operation is running, "" outside all, and whether in its backward."""
-        node = torch._C._current_autograd_node()
-        if self._stack or node is None:
-            return (self._stack[-1] if self._stack else ""), False
-        index = bisect_right(self._numbers, node._sequence_nr()) - 1
-        return (self._modules[index] if index >= 0 else ""), True
+        here, number = self._thread.state, _running_node()
+        if number is None or (here.stack and here.stack[-1][1] == number):
+            return (here.stack[-1][0] if here.stack else ""), False
+        # with gradients on, this is a function without modules that checkpointing calls again
+        return self._maker().module_of(number), not torch.is_grad_enabled()
+
+    def running_node(self) -> tuple[int, int] | None:
+        """Return what tells the node that is running from all others, None outside a backward."""
+        number = _running_node()
+        return None if number is None else (id(self._maker()), number)
+
+    def last_node(self) -> tuple[int, int]:
+        """Return the same of the node that this thread made last."""
+        return id(self._thread.state), next_node() - 1
+
+    def _maker(self) -> _State:
+        """Return the thread that made the running node: this one, if it runs what it has just computed again."""
+        here = self._thread.state
+        num_entered, backward = here.again
+        is_inner = num_entered == self._num_entered and backward != torch._C._current_graph_task_id()
+        return here if is_inner else self._home
 
     def _enter(self, module: torch.nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling():  # a graph is entered as a whole
+            return
         if module not in self._names:
             root = type(module).__name__
             for name, inner in module.named_modules():
                 self._names.setdefault(inner, f"{root}.{name}" if name else root)
-        self._stack.append(self._names[module])
-        self._note()
+        here, number = self._thread.state, _running_node()
+        if number is not None:
+            here.again = (self._num_entered, torch._C._current_graph_task_id())
+        elif here is self._home:
+            self._num_entered += 1
+        here.stack.append((self._names[module], number))
+        here.note()
 
     def _leave(self, *_: Any) -> None:
-        self._stack.pop()
-        self._note()
+        if torch.compiler.is_compiling():
+            return
+        here = self._thread.state
+        if here.stack:  # or it was entered before this began
+            here.stack.pop()
+        here.note()
 
-    def _note(self) -> None:
-        if len(self._numbers) >= _MOST_EVENTS:
-            del self._numbers[: _MOST_EVENTS // 2], self._modules[: _MOST_EVENTS // 2]
-        self._numbers.append(next_node())
-        self._modules.append(self._stack[-1] if self._stack else "")
+
+def _running_node() -> int | None:
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
 
 
 def next_node() -> int:

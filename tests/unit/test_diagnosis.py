@@ -2,84 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from megatron_frozen.cli import main
-from megatron_frozen.diagnostics import Diagnosis, diagnosis
-from megatron_frozen.diagnostics.diagnosing import diagnose_script
-from megatron_frozen.diagnostics.findings import WORTH_SAYING, Direction, Fault, Finding, text_of
-from megatron_frozen.errors import ConfigError
+from megatron_frozen.diagnostics import Diagnosis
+from megatron_frozen.diagnostics.findings import Fault
 from megatron_frozen.functional import linear_with_frozen_weight
-
-S, B, H, V = 6, 2, 8, 5
-FORWARD, DGRAD, WGRAD = Direction.FORWARD, Direction.DGRAD, Direction.WGRAD
-
-
-class _Unfolded(torch.autograd.Function):
-    """A frozen linear whose backward leaves the folding to torch."""
-
-    @staticmethod
-    def forward(ctx: Any, X: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        return torch.matmul(X, weight.t())
-
-    @staticmethod
-    def backward(ctx: Any, dY: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return dY.matmul(*ctx.saved_tensors), None
-
-
-class Head(nn.Module):
-    def __init__(self, multiply: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.multiply = multiply
-        generator = torch.Generator().manual_seed(1)
-        self.weight = nn.Parameter(torch.randn(V, H, generator=generator), requires_grad=False)
-
-    def forward(self, X: Tensor) -> Tensor:
-        return self.multiply(X, self.weight)
-
-
-class Model(nn.Module):
-    """Trainable layers and a frozen head, whose logits [S, B, V] go out as [B, S, V]."""
-
-    def __init__(self, multiply: Callable[[Tensor, Tensor], Tensor] = _Unfolded.apply) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(H, H), nn.Linear(H, H)])
-        self.head = Head(multiply)
-
-    def forward(self, X: Tensor) -> Tensor:
-        for layer in self.layers:
-            X = torch.tanh(layer(X))
-        return self.head(X).transpose(0, 1).contiguous()
-
-
-def step(model: nn.Module, *, run: Callable[..., Tensor] = lambda model, X: model(X)) -> tuple[Tensor, Tensor]:
-    X = torch.linspace(-1, 1, S * B * H).view(S, B, H).requires_grad_()
-    logits = run(model, X)
-    logits.sin().sum().backward()
-    assert X.grad is not None
-    return logits, X.grad
-
-
-def found_in(call: Callable[[], object]) -> list[Finding]:
-    with Diagnosis() as found:
-        call()
-    return found.findings
-
-
-def kinds(findings: list[Finding]) -> set[tuple[str, Direction, Fault]]:
-    return {(finding.module, finding.direction, finding.fault) for finding in findings}
+from tests.unit.diagnosis_toys import DGRAD, FORWARD, WGRAD, B, H, Head, Model, S, V, found_in, kinds, step
 
 
 def test_a_frozen_heads_dgrad_by_name_layout_and_count() -> None:
@@ -92,13 +25,6 @@ def test_a_frozen_heads_dgrad_by_name_layout_and_count() -> None:
     assert (finding.calls, finding.dtype) == (5, torch.float32)
     assert 0 < finding.folded_s < float("inf")
     assert finding.wasted_s == 5 * (finding.as_run_s - finding.folded_s)
-
-
-def test_values_do_not_change() -> None:
-    plain = step(Model())
-    with Diagnosis():
-        watched = step(Model())
-    assert all(map(torch.equal, plain, watched))
 
 
 def test_nothing_is_found_in_folded_products() -> None:
@@ -144,12 +70,13 @@ def test_a_batched_weight_gradient(summed: bool) -> None:  # noqa: FBT001
     assert (found[DGRAD].shape, found[DGRAD].matrix, found[DGRAD].calls) == ((S, B, V), (V, H), 1)
 
 
+@pytest.mark.parametrize("einsum", [False, True])
 @pytest.mark.parametrize("of_what", ["permuted", "expanded"])
-def test_a_copy_that_folding_spares(of_what: str) -> None:
-    """As in a plain flatten, and in what autograd makes of a frozen nn.Linear over dense rows."""
+def test_a_copy_that_folding_spares(of_what: str, einsum: bool) -> None:  # noqa: FBT001
+    """As in a plain flatten, in einsum, and in what autograd makes of a frozen nn.Linear over dense rows."""
     dense = torch.ones(B, S, H) if of_what == "permuted" else torch.ones(1, S, H)
     X, weight = dense.transpose(0, 1).expand(S, B, H), torch.ones(H, V)
-    (finding,) = found_in(lambda: X.reshape(-1, H) @ weight)
+    (finding,) = found_in(lambda: torch.einsum("sbh,hv->sbv", X, weight) if einsum else X.reshape(-1, H) @ weight)
     assert (finding.module, finding.direction, finding.fault) == ("", FORWARD, Fault.COPIED)
     assert (finding.shape, finding.stride, finding.matrix) == ((S, B, H), X.stride(), (H, V))
     assert finding.as_run_s > finding.folded_s
@@ -174,6 +101,8 @@ def test_copies_that_may_be_needed_are_no_fault() -> None:
     assert found_in(lambda: trains(X.transpose(0, 1)).transpose(0, 1).sin().sum().backward()) == []
     assert found_in(lambda: frozen(torch.ones(B, 2, S, H // 2).permute(2, 0, 1, 3).reshape(S, B, H))) == []
     assert found_in(lambda: frozen(torch.ones(S, B, H, 2)[..., 0])) == []
+    square = nn.Linear(H, S * B, bias=False)  # so that dY.T looks like rows of dY
+    assert found_in(lambda: square(torch.ones(S, B, H)).transpose(0, 1).contiguous().sin().sum().backward()) == []
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -195,6 +124,16 @@ def test_what_checkpointing_computes_again_is_named(reentrant: bool) -> None:  #
     assert {finding.module for finding in again if finding.direction is FORWARD} == {"Sequential.0"}
 
 
+def test_a_function_without_modules_computed_again_is_a_forward() -> None:
+    weight = torch.ones(H, V)
+    X = torch.ones(B, S, H, requires_grad=True)
+    found = found_in(lambda: checkpoint(lambda X: (X.transpose(0, 1) @ weight).sin(), X, use_reentrant=False)
+                     .sum().backward())  # fmt: skip
+    assert {(finding.direction, finding.matrix, finding.calls) for finding in found} == {
+        (FORWARD, (H, V), 2), (DGRAD, (V, H), 1),
+    }  # fmt: skip
+
+
 def test_outside_modules_and_after_an_error() -> None:
     class Fails(nn.Module):
         def forward(self, X: Tensor) -> Tensor:
@@ -205,7 +144,6 @@ def test_outside_modules_and_after_an_error() -> None:
             Fails()(torch.ones(1))
         torch.matmul(torch.ones(B, S, H).transpose(0, 1), torch.ones(H, V))
     assert kinds(found.findings) == {("", FORWARD, Fault.BATCHED)}
-    assert "(none)" in text_of([_finding(10.0)], num_products=1, watched_s=1.0)
     found_in(lambda: None)
     assert not torch.nn.modules.module._global_forward_pre_hooks
     assert not torch.nn.modules.module._global_forward_hooks
@@ -223,97 +161,38 @@ def test_a_node_of_another_product_is_not_taken_for_it() -> None:
     assert kinds(found_in(call)) == {("", FORWARD, Fault.BATCHED)}
 
 
-def test_tensors_without_memory_are_left_alone() -> None:
+def test_a_product_without_gradients_is_no_node() -> None:
+    """Neither under no_grad, nor in the forward of somebody's autograd function, whose backward may be anything."""
+
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(q)
+            return torch.bmm(q, weight.expand(S, H, V))
+
+        @staticmethod
+        def backward(ctx: Any, dY: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+            (q,) = ctx.saved_tensors
+            return torch.bmm(torch.bmm(q, q.mT), q), None
+
     def call() -> None:
-        with FakeTensorMode():
-            torch.matmul(torch.ones(B, S, H).transpose(0, 1), torch.ones(H, V))
-        torch.matmul(torch.ones(B, S, H, device="meta").transpose(0, 1), torch.ones(H, V, device="meta"))
+        q, k = torch.ones(2, S, B, H, requires_grad=True).unbind()
+        scores = torch.bmm(q, k.mT)
+        with torch.no_grad():
+            torch.bmm(q, torch.ones(H, V).expand(S, H, V))
+        (scores.sin().sum() + Fused.apply(q, torch.ones(H, V)).sin().sum()).backward()
 
-    assert found_in(call) == []
-
-
-def test_only_the_first_calls_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed: list[str] = []
-    real = diagnosis._timed
-    monkeypatch.setattr(diagnosis, "_timed", lambda call, *, device: timed.append("") or real(call, device=device))
-    model = Model()
-    found = found_in(lambda: [step(model) for _ in range(7)])
-    assert [finding.calls for finding in found] == [7]
-    assert len(timed) == 3 * 3, "the product, it folded, and the copy of the logits that might have been for one"
+    assert kinds(found_in(call)) == {("", FORWARD, Fault.BATCHED)}
 
 
-def test_of_old_events_half_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_frozen.diagnostics import module_trail
-
-    monkeypatch.setattr(module_trail, "_MOST_EVENTS", 8)
-    model = Model()
-    assert kinds(found_in(lambda: [step(model) for _ in range(3)])) == {("Model.head", DGRAD, Fault.BATCHED)}
-
-
-def _finding(ratio: float, *, calls: int = 3) -> Finding:
-    return Finding(
-        module="", direction=DGRAD, fault=Fault.BATCHED, shape=(6, 2, 5), stride=(5, 30, 1), dtype=torch.bfloat16,
-        matrix=(5, 8), calls=calls, as_run_s=ratio * 1e-3, folded_s=1e-3,
-    )  # fmt: skip
-
-
-def test_the_report_says_what_is_worth_it() -> None:
-    findings = [_finding(50.0), _finding(WORTH_SAYING - 0.01, calls=1000)]
-    lines = text_of(findings, num_products=2000, watched_s=12.0).splitlines()
-    assert lines[0] == "2000 products seen in 12.0 s, 3 of them wasted 0.147 s:"
-    assert " ".join(lines[2].split()) == "0.147 50 3 50 1 batched (none) dgrad [6, 2, 5] [5, 30, 1] [5, 8] bfloat16"
-    assert len(lines) == 4
-    nothing = text_of(findings[1:], num_products=7, watched_s=0.25)
-    assert nothing.startswith("7 products seen in 0.2 s: none ran batched")
-
-
-SCRIPT = """
-import sys
-import torch
-if __name__ == "__main__":
-    for _ in range(3):
-        torch.matmul(torch.ones(2, 400, 64).transpose(0, 1), torch.ones(64, 900))
-    print(__name__, sys.argv[1:])
-    if "fail" in sys.argv:
-        raise ValueError("its own error")
-    sys.exit(5 if "exit" in sys.argv else 0)
-"""
-
-
-@pytest.mark.parametrize(("argument", "code"), [("--help", 0), ("fail", 1), ("exit", 5)])
-def test_the_command_runs_a_script_as_it_is(argument: str, code: int, tmp_path: Path) -> None:
-    script = tmp_path / "job.py"
-    script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_frozen", "diagnose", str(script), argument],
-        capture_output=True, text=True, check=False, timeout=180,
-    )  # fmt: skip
-    assert done.returncode == code, done.stderr
-    assert done.stdout == f"__main__ ['{argument}']\n"
-    assert "3 products seen in " in done.stderr
-    assert ("ValueError: its own error" in done.stderr) == (argument == "fail")
-    assert "megatron-frozen: error" not in done.stderr
-
-
-def test_other_ranks_are_silent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    script = tmp_path / "job.py"
-    script.write_text("")
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
-    for rank, reports in ((None, 1), ("0", 1), ("1", 0)):
-        if rank is not None:
-            monkeypatch.setenv("RANK", rank)
-        diagnose_script([str(script)])
-        assert capfd.readouterr().err.count("0 products seen") == reports
-
-
-def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match="diagnose got nothing to run; give it a script or -m and a module"):
-        diagnose_script([])
-    assert main(["diagnose", "nowhere.py"]) == 2
-    assert "diagnose was told to run nowhere.py, which is no file here" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["diagnose", "-h"])
-    assert "megatron-frozen diagnose SCRIPT [ARGUMENT ...] | -m MODULE" in " ".join(capsys.readouterr().out.split())
+def test_batched_products_by_other_names() -> None:
+    X, weight, bias = torch.ones(S, B, H, requires_grad=True), torch.ones(H, V, requires_grad=True), torch.ones(V)
+    matrix = weight.expand(S, H, V)
+    found = found_in(lambda: torch.baddbmm(bias, X, matrix, beta=0.5).sin().sum().backward())
+    assert {finding.direction for finding in found} == {FORWARD, DGRAD, WGRAD}
+    with torch.no_grad():
+        out = torch.zeros(S, B, V)
+        assert kinds(found_in(lambda: torch.bmm(X, matrix, out=out))) == {("", FORWARD, Fault.BATCHED)}
+        assert torch.equal(out, torch.bmm(X, matrix))
+        assert kinds(found_in(lambda: out.baddbmm_(X, matrix))) == {("", FORWARD, Fault.BATCHED)}
+        assert torch.equal(out, 2 * torch.bmm(X, matrix)), "it ran once"
