@@ -18,7 +18,7 @@ from megatron_frozen import kernels
 from megatron_frozen.autograd.once import once_differentiable
 
 MIN_LENGTH = 64  # half a block; below, padding to one costs more than the products save
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]
 
 
 def causal_attention_unsupported(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str | None:
@@ -40,27 +40,30 @@ def causal_attention_unsupported(query: torch.Tensor, key: torch.Tensor, value: 
 
 
 class CausalAttention(torch.autograd.Function):
-    """C = softmax(mask(Q K^T / sqrt(d))) V, where a query sees the keys up to its own place.
+    """C = softmax(mask(Q K^T / sqrt(d))) V, where a query sees the keys from its first one up to its own place.
 
-    Shapes: Q [b, n, s, d], K and V [b, k, s, d] with n a multiple of k, in bf16 with any strides; C [b, n, s, d], of
-        which [b, s, n, d] is dense.
-    Forward: for each head and block of L queries, over the blocks of keys before and on the diagonal: S in fp32 from
-        bf16 operands, a running softmax in fp32, P rounded to bf16, C += P V in fp32.
+    Shapes: Q [b, n, s, d], K and V [b, k, s, d] with n a multiple of k, in bf16 with any strides; first keys [b, s] in
+        int32, never falling along a row, or None for 0; C [b, n, s, d], of which [b, s, n, d] is dense.
+    Forward: for each head and block of L queries, over the blocks of keys from its first one to the diagonal: S in fp32
+        from bf16 operands, a running softmax in fp32, P rounded to bf16, C += P V in fp32.
     Dgrad: per block the same S, and P from the kept logarithms; D = sum of dC C over d; dP = dC V^T in fp32;
         dS = P (dP - D) in fp32, rounded to bf16; dQ += dS K, dK += dS^T Q and dV += P^T dC in fp32.
     Wgrad: none.
     Dbias: none.
     Collectives: none.
-    Saved: Q, K, V, C and the logarithm to base 2 of each query's sum of exponentials in fp32 [b, n, s].
-    Why: half of a LoRA step is attention on such a CPU. Source: FlashAttention-2 (Dao, 2023); blocks of scores stand
-        transposed here, see ``kernels/csrc/attention.cpp``.
+    Saved: Q, K, V, C, the first keys and the logarithm to base 2 of each query's sum of exponentials in fp32 [b, n, s].
+    Why: half of a LoRA step is attention on such a CPU, and documents of a packed row, or a window, are first keys: one
+        call for all of them, and no block of scores that nobody sees. Source: FlashAttention-2 (Dao, 2023); blocks of
+        scores stand transposed here, see ``kernels/csrc/attention.cpp``.
     """
 
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first_keys: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return C; see the class."""
-        context, logsumexp = kernels.attend(query, key, value)
-        ctx.save_for_backward(query, key, value, context, logsumexp)
+        context, logsumexp = kernels.attend(query, key, value, first_keys)
+        ctx.save_for_backward(query, key, value, context, logsumexp, first_keys)
         return context
 
     @staticmethod
@@ -68,8 +71,17 @@ class CausalAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor) -> Gradients:
         """Return dQ, dK and dV; see the class."""
         if kernels.in_memory(grad_output):
-            return kernels.attend_backward(grad_output, *ctx.saved_tensors)
-        *saved, logsumexp = ctx.saved_tensors  # one gradient of many under vmap
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_output, *saved, logsumexp * math.log(2), dropout_p=0.0, is_causal=True
+            return *kernels.attend_backward(grad_output, *ctx.saved_tensors), None
+        *saved, logsumexp, first_keys = ctx.saved_tensors  # one gradient of many under vmap
+        mask = None if first_keys is None else _added(first_keys, dtype=grad_output.dtype)
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_output, *saved, logsumexp * math.log(2), dropout_p=0.0, is_causal=mask is None, attn_mask=mask
         )
+        return *grads, None
+
+
+def _added(first_keys: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+    """Return what the mask of such queries adds to the scores, [b, 1, s, s]."""
+    places = torch.arange(first_keys.shape[1])
+    sees = (places <= places[:, None]) & (places >= first_keys.unsqueeze(-1))
+    return torch.zeros(sees.shape, dtype=dtype).masked_fill_(~sees, -torch.inf).unsqueeze(1)

@@ -1,7 +1,6 @@
-"""Attention within each document of a batch: in eager one call per document, in a compiled graph one operator for all.
+"""Attention within each document of a batch: by our own kernel one call for all of them, by torch's one for each.
 
-Shape suffixes: [s] sequence, [b] batch, [T] tokens of all rows, [n] query heads and [k] key and value heads of this
-rank, [d] head dim.
+Shape suffixes: [s] sequence, [b] batch, [n] query heads and [k] key and value heads of this rank, [d] head dim.
 """
 
 from __future__ import annotations
@@ -16,29 +15,39 @@ from torch import Tensor
 
 from megatron_frozen import kernels
 from megatron_frozen.autograd.causal_attention import CausalAttention, causal_attention_unsupported
-from megatron_frozen.models.documents import AttentionPlan
+from megatron_frozen.models.documents import AttentionPlan, first_keys_of
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, plan: AttentionPlan, window: int | None) -> Tensor:
     """Return the context [s, b, n d] of query [s, b, n, d] over key and value [s, b, k, d].
 
-    Each document is one call, so no score between documents is computed and no mask needed. Splitting and joining are
-    one copy each way at most, and none for a batch of whole rows: the result lies in memory as [b, s, n d], which the
-    output projection folds as it is.
+    No score between documents is computed, and no mask needed but for a window. The result lies in memory as
+    [b, s, n d], which the output projection folds as it is.
     """
     seq_length, num_rows = query.shape[:2]
     heads = [part.transpose(0, 1) for part in (query, key, value)]
     if torch.compiler.is_compiling():
         rows = _attend_in_graph(heads, plan=plan, window=window)
+    elif _takes_our_kernel(*heads):
+        rows = CausalAttention.apply(*_heads_first(*heads), plan.first_key(window)).transpose(1, 2)
     elif plan.lengths is None:
         rows = _attend_one(*heads, mask=plan.mask(window=window, length=seq_length))
-    else:
+    else:  # splitting and joining are one copy each way at most
         documents = (part.flatten(0, 1).unsqueeze(0).split_with_sizes(list(plan.lengths), dim=1) for part in heads)
         masks = (plan.mask(window=window, length=length) for length in plan.lengths)
         rows = torch.cat(
             [_attend_one(*parts, mask=mask) for *parts, mask in zip(*documents, masks, strict=True)], dim=1
         )
     return rows.reshape(num_rows, seq_length, -1).transpose(0, 1)
+
+
+def _heads_first(*parts: Tensor) -> list[Tensor]:
+    """Return [b, s, n or k, d] as [b, n or k, s, d]."""
+    return [part.transpose(1, 2) for part in parts]
+
+
+def _takes_our_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    return causal_attention_unsupported(*_heads_first(query, key, value)) is None
 
 
 def _attend_in_graph(heads: list[Tensor], *, plan: AttentionPlan, window: int | None) -> Tensor:
@@ -48,8 +57,7 @@ def _attend_in_graph(heads: list[Tensor], *, plan: AttentionPlan, window: int | 
     for their backward, packed rows are attended to whole under a mask, which computes the scores between documents too.
     """
     if heads[0].device.type == "cpu":
-        tokens = [part.flatten(0, 1) for part in heads]
-        return attend_documents(*tokens, plan.bounds, plan.longest_mask(window), window or 0)[0]
+        return attend_documents(*heads, plan.bounds, plan.longest_mask(window), window or 0)[0]
     return _attend_under_mask(heads, plan=plan, window=window)
 
 
@@ -66,9 +74,7 @@ def _attend_under_mask(heads: list[Tensor], *, plan: AttentionPlan, window: int 
 
 def _attend_one(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None) -> Tensor:
     """Return the context [b, s, n, d] of one document per row: query [b, s, n, d], key and value [b, s, k, d]."""
-    query, key, value = (part.transpose(1, 2) for part in (query, key, value))
-    if mask is None and causal_attention_unsupported(query, key, value) is None:
-        return CausalAttention.apply(query, key, value).transpose(1, 2)
+    query, key, value = _heads_first(query, key, value)
     num_groups = query.shape[1] // key.shape[1]
     if mask is not None and num_groups > 1:  # a mask and shared keys together leave a GPU without a fused kernel
         key, value = (part.repeat_interleave(num_groups, dim=1) for part in (key, value))
@@ -82,23 +88,24 @@ def _attend_one(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | Non
 def attend_documents(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, mask: Tensor | None, window: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the context [T, n, d] of query [T, n, d] over key and value [T, k, d], and what its backward needs.
+    """Return the context [b, s, n, d] of query [b, s, n, d] over key and value [b, s, k, d], and what its backward
+    needs.
 
-    bounds: where documents begin and the last one ends, int64 on the CPU; mask: which keys a query of the longest
-    document sees, for documents longer than ``window``; else it sees all before it. CPU only. No collectives.
+    bounds: where documents begin and the last one ends among the tokens of all rows, int64 on the CPU; mask: which keys
+    a query of the longest document sees, for documents longer than ``window``; else it sees all before it; window: 0
+    for none. CPU only. No collectives.
     """
-    context, logsumexp = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=_wide(query))
+    if _takes_our_kernel(query, key, value):
+        q, k, v = _heads_first(query, key, value)
+        first_keys = first_keys_of(bounds, window=window or None, seq_length=query.shape[1])
+        context, logsumexp = kernels.attend(q, k, v, first_keys)
+        return context.transpose(1, 2), logsumexp.transpose(1, 2).contiguous()
+    context, logsumexp = _empty(query), query.new_empty(query.shape[:3], dtype=_wide(query))
     for group in _groups(bounds, mask, window=window):
-        heads = [group.of(part).transpose(1, 2) for part in (query, key, value)]
-        if group.takes_our_kernel(*heads):
-            found, roots = kernels.attend(*heads)
-        else:
-            found, roots = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *heads,
-                0.0,
-                group.mask is None,
-                attn_mask=_added(group.mask, query),
-            )
+        heads = _heads_first(*map(group.of, (query, key, value)))
+        found, roots = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *heads, 0.0, group.mask is None, attn_mask=_added(group.mask, query)
+        )
         group.of(context).copy_(found.transpose(1, 2))
         group.of(logsumexp).copy_(roots.transpose(1, 2))
     return context, logsumexp
@@ -106,7 +113,7 @@ def attend_documents(
 
 @attend_documents.register_fake
 def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(query), query.new_empty(query.shape[:2], dtype=_wide(query))
+    return _empty(query), query.new_empty(query.shape[:3], dtype=_wide(query))
 
 
 @torch.library.custom_op("megatron_frozen::attend_documents_backward", mutates_args=())
@@ -119,19 +126,18 @@ def attend_documents_backward(
     mask: Tensor | None,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, the ``heads``, from that of the context [T, n, d]."""
+    """Return the gradients of query, key and value, the ``heads``, from that of the context [b, s, n, d]."""
+    if _takes_our_kernel(*heads):
+        own = _heads_first(grad, *heads, context, logsumexp)
+        first_keys = first_keys_of(bounds, window=window or None, seq_length=grad.shape[1])
+        query, key, value = _heads_first(*kernels.attend_backward(*own, first_keys=first_keys))
+        return query, key, value
     grads = _like(heads)
     for group in _groups(bounds, mask, window=window):
-        own = [group.of(part).transpose(1, 2) for part in (grad, *heads, context, logsumexp)]
-        if group.takes_our_kernel(*own[1:4]):
-            found = kernels.attend_backward(*own)
-        else:
-            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *own,
-                0.0,
-                group.mask is None,
-                attn_mask=_added(group.mask, grad),
-            )
+        own = _heads_first(*map(group.of, (grad, *heads, context, logsumexp)))
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *own, 0.0, group.mask is None, attn_mask=_added(group.mask, grad)
+        )
         for whole, part in zip(grads, found, strict=True):
             group.of(whole).copy_(part.transpose(1, 2))
     return grads
@@ -144,7 +150,11 @@ def _(grad: Tensor, heads: list[Tensor], *_: Any) -> tuple[Tensor, Tensor, Tenso
 
 def _like(heads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = heads
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    return _empty(query), _empty(key), _empty(value)
+
+
+def _empty(like: Tensor) -> Tensor:
+    return like.new_empty(like.shape)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -168,13 +178,9 @@ class _Group(NamedTuple):
     num_documents: int
     mask: Tensor | None
 
-    def of(self, tokens: Tensor) -> Tensor:
-        """Return these documents' part of [T, ...] as [documents, length, ...], a view."""
-        return tokens[self.tokens].unflatten(0, (self.num_documents, -1))
-
-    def takes_our_kernel(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Return whether our own kernel attends to these documents, both ways."""
-        return self.mask is None and causal_attention_unsupported(query, key, value) is None
+    def of(self, rows: Tensor) -> Tensor:
+        """Return these documents' part of [b, s, ...] as [documents, length, ...]: of a dense tensor a view."""
+        return rows.flatten(0, 1)[self.tokens].unflatten(0, (self.num_documents, -1))
 
 
 def _groups(bounds: Tensor, mask: Tensor | None, *, window: int) -> Iterator[_Group]:

@@ -30,12 +30,19 @@ class AttentionPlan:
     graph reads them here, as it would be made anew for other ``lengths``."""
     masks: dict[int, Tensor]
     """Per window that is shorter than the longest document: which keys [longest] a query [longest] sees."""
+    first_keys: dict[int | None, Tensor]
+    """Per such window, and for None where rows are cut: the place in its row of the first key that a query sees, int32
+    [b, s] on the CPU."""
 
     def mask(self, *, window: int | None, length: int) -> Tensor | None:
         """Return the mask [length, length] for one document, or None where plain causal attention is the same."""
         if window is None or window >= length:
             return None
         return self.masks[window][:length, :length]
+
+    def first_key(self, window: int | None) -> Tensor | None:
+        """Return the first key that each query sees, int32 [b, s], or None where that is the row's first for all."""
+        return self.first_keys.get(window if window in self.masks else None)
 
     def longest_mask(self, window: int | None) -> Tensor | None:
         """Return the mask of the longest document, or None where no document is longer than the window."""
@@ -58,13 +65,23 @@ def plan_attention(
     longest = seq_length if lengths is None else max(lengths)
     bounds = torch.tensor([0, *accumulate(lengths or [seq_length] * num_rows)], device="cpu")
     narrow = {window for window in windows if window is not None and window < longest}
+    cut = {None} if lengths else set[None]()
+    first_keys = {window: first_keys_of(bounds, window=window, seq_length=seq_length) for window in narrow | cut}
     if not narrow:
-        return AttentionPlan(lengths=lengths, longest=longest, bounds=bounds, masks={})
+        return AttentionPlan(lengths=lengths, longest=longest, bounds=bounds, masks={}, first_keys=first_keys)
     places = torch.arange(longest, device=device)
     distance = places[:, None] - places
     causal = distance >= 0
     masks = {window: causal & (distance < window) for window in narrow}
-    return AttentionPlan(lengths=lengths, longest=longest, bounds=bounds, masks=masks)
+    return AttentionPlan(lengths=lengths, longest=longest, bounds=bounds, masks=masks, first_keys=first_keys)
+
+
+def first_keys_of(bounds: Tensor, *, window: int | None, seq_length: int) -> Tensor:
+    """Return the place in its row of the first key that each token sees, int32 [b, s], from where documents begin."""
+    starts = torch.repeat_interleave(bounds[:-1] % seq_length, bounds.diff()).view(-1, seq_length)
+    if window is not None:
+        starts = starts.maximum(torch.arange(seq_length) - (window - 1))
+    return starts.to(torch.int32)
 
 
 def document_positions(plan: AttentionPlan, *, num_rows: int, seq_length: int, device: torch.device) -> Tensor:

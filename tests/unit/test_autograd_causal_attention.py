@@ -84,11 +84,13 @@ def test_expanded_gradients_and_inputs_from_one_buffer() -> None:
 
 @needs_kernels
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # as torch's own attention warns
-def test_many_gradients_at_once() -> None:
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_many_gradients_at_once(is_cut: bool) -> None:  # noqa: FBT001
     """Under vmap a gradient has no address."""
     *given, grad = heads((2, 4, 2, 130, 16))
     leaves = [tensor.requires_grad_() for tensor in given]
-    context = CausalAttention.apply(*leaves)
+    first_keys = torch.arange(130, dtype=torch.int32).div(50, rounding_mode="floor").mul(50).expand(2, -1).contiguous()
+    context = CausalAttention.apply(*leaves, first_keys if is_cut else None)
     upstream = torch.stack([grad, grad.flip(2)])
     together = torch.autograd.grad(context, leaves, upstream, is_grads_batched=True, retain_graph=True)
     for index, one in enumerate(upstream):

@@ -31,6 +31,61 @@ def test_attention_is_the_same_on_any_number_of_threads(batch: int, num_groups: 
         assert relative_error(mine, alone.double()) < 2e-3
 
 
+def cut_rows(num_rows: int, length: int, *, kind: str) -> torch.Tensor:
+    """First keys of documents of some 90 or 11 tokens, or of a window of 38."""
+    places = torch.arange(length)
+    if kind == "window":
+        return (places - 37).clamp(min=0).to(torch.int32).expand(num_rows, -1).contiguous()
+    rows = []
+    for _ in range(num_rows):
+        begins = torch.rand(length) < (1 / 90 if kind == "long" else 1 / 11)
+        rows.append(torch.where(begins, places, 0).cummax(0).values)
+    return torch.stack(rows).to(torch.int32)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["long", "short", "window"])
+@pytest.mark.parametrize(
+    "shape", [(1, 6, 2, 700, 16), (2, 4, 4, 300, 32), (3, 2, 1, 129, 8), (1, 2, 1, 64, 64)], ids=str
+)
+def test_attention_from_each_querys_first_key(shape: tuple[int, ...], kind: str, num_threads: int) -> None:
+    """As in packed documents and windows, against fp64 under a mask."""
+    torch.manual_seed(0)
+    torch.set_num_threads(num_threads)
+    b, n, k, s, d = shape
+    query, grad = torch.randn(2, b, n, s, d).bfloat16()
+    key, value = torch.randn(2, b, k, s, d).bfloat16()
+    first_keys = cut_rows(b, s, kind=kind)
+    context, logsumexp = kernels.attend(query, key, value, first_keys)
+    found = context, *kernels.attend_backward(grad, query, key, value, context, logsumexp, first_keys)
+    wide = [part.double().requires_grad_() for part in (query, key, value)]
+    sees = ~later(s) & (torch.arange(s) >= first_keys[:, None, :, None])
+    exact = torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=sees, enable_gqa=True)
+    for mine, reference in zip(found, (exact, *torch.autograd.grad(exact, wide, grad.double())), strict=True):
+        assert relative_error(mine, reference) < 4e-3
+
+
+@needs_kernels
+def test_what_precedes_a_first_key_changes_nothing() -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, 300, 16).bfloat16()
+    first_keys = torch.where(torch.arange(300) < 150, 0, 150).to(torch.int32)[None]
+    before = kernels.attend(query, key, value, first_keys)
+    key[:, :, :150], value[:, :, :150] = 5.0, -3.0
+    after = kernels.attend(query, key, value, first_keys)
+    for ours, theirs in zip(before, after, strict=True):
+        assert torch.equal(ours[:, :, 150:], theirs[:, :, 150:])
+    assert not torch.equal(before[0][:, :, :150], after[0][:, :, :150])
+
+
+@needs_kernels
+def test_first_keys_that_do_not_fit_are_refused() -> None:
+    query = torch.randn(2, 1, 64, 8).bfloat16()
+    for wrong in (torch.zeros(2, 63), torch.zeros(2, 64), torch.zeros(64, 2, dtype=torch.int32).t()):
+        with pytest.raises(AssertionError, match="got first keys"):
+            kernels.attend(query, query, query, wrong)
+
+
 @needs_kernels
 def test_attention_keeps_what_is_not_a_number_to_the_queries_that_see_it() -> None:
     torch.manual_seed(0)

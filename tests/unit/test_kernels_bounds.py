@@ -46,9 +46,11 @@ def attention():
         for order in ((0, 1, 2, 3), (0, 2, 1, 3)):
             sizes = [[(b, heads, s, d)[dim] for dim in order] for heads in (n, k, k, n)]
             query, key, value, grad = (dense(*size).permute(order) for size in sizes)
-            context, logsumexp = kernels.attend(query, key, value)
-            guarded, kept = dense(*sizes[0]).permute(order).copy_(context), dense(b, n, s, dtype=torch.float32)
-            kernels.attend_backward(grad, query, key, value, guarded, kept.copy_(logsumexp))
+            guarded, kept = dense(*sizes[0]).permute(order), dense(b, n, s, dtype=torch.float32)
+            for first_keys in (None, dense(b, s, dtype=torch.int32).copy_(torch.arange(s).sub(9).clamp(min=0))):
+                context, logsumexp = kernels.attend(query, key, value, first_keys)
+                given = guarded.copy_(context), kept.copy_(logsumexp), first_keys
+                kernels.attend_backward(grad, query, key, value, *given)
 
 def rows():
     for num_rows, width in itertools.product((1, 31, 33), (1, 15, 16, 17, 33, 100, 577)):

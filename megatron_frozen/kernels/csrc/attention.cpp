@@ -6,6 +6,9 @@
 // shape per head dim: the kernels behind them are made once for each. What a padded key would give is hidden as a later
 // key is, and a padded query has a zero gradient.
 //
+// A query sees the keys from its own first one, as the start of its document, up to its own place. First keys never fall
+// along a row, so that the blocks of keys that a block of queries needs are those from the first query's first key on.
+//
 // Shape letters: b = batch, n = query heads, k = key heads, g = n / k, s = sequence, d = head dim, L = BLOCK.
 #include <algorithm>
 #include <cmath>
@@ -26,6 +29,7 @@ struct Heads {  // [batch, heads, s, d] with d dense
 
 struct Sizes {
     long batch, num_heads, num_groups, length, dim;
+    const int* first_keys;  // [batch, length], or null where all are 0
     long heads_per_group() const { return num_heads / num_groups; }
     long num_blocks() const { return (length + BLOCK - 1) / BLOCK; }
     long padded() const { return num_blocks() * BLOCK; }
@@ -123,8 +127,40 @@ float dot(const bf16* a, const bf16* b, long dim) {
     return _mm512_reduce_add_ps(sum);
 }
 
-// The queries from column j on that see key i of a block on the diagonal.
-inline __mmask16 seen(long i, long j) { return i <= j ? 0xffff : i - j >= LANES ? 0 : 0xffff << (i - j); }
+// Which keys of a block the queries of another see.
+struct Sight {
+    bool diagonal;          // the block of the queries themselves, with later keys in it
+    const int* first_keys;  // [L], or null where no query's first key lies behind the block's first
+    int start;              // of the block of keys
+    bool is_partial() const { return diagonal || first_keys; }
+    // Of the queries from column j on, those that see key i.
+    __mmask16 operator()(long i, long j) const {
+        __mmask16 mask = !diagonal || i <= j ? 0xffff : i - j >= LANES ? 0 : 0xffff << (i - j);
+        if (first_keys)
+            mask &= _mm512_cmple_epi32_mask(_mm512_loadu_si512(first_keys + j), _mm512_set1_epi32(start + i));
+        return mask;
+    }
+};
+
+// A block of queries of one row, and the blocks of keys that they need.
+struct Queries {
+    long start, count, first_block, last_block;
+    int first_keys[BLOCK];  // of padded queries 0
+    Queries(const Sizes& sizes, long b, long block) : start(block * BLOCK), first_block(0), last_block(block) {
+        count = std::min(BLOCK, sizes.length - start);
+        if (!(is_cut = sizes.first_keys)) return;
+        const int* given = sizes.first_keys + b * sizes.length + start;
+        for (long i = 0; i < BLOCK; i++) first_keys[i] = i < count ? given[i] : 0;
+        first_block = std::min(static_cast<long>(first_keys[0]), start) / BLOCK;
+    }
+    Sight sight(long block) const {
+        const bool cuts = is_cut && first_keys[count - 1] > block * BLOCK;
+        return {block == last_block, cuts ? first_keys : nullptr, static_cast<int>(block * BLOCK)};
+    }
+
+  private:
+    bool is_cut;
+};
 
 // 2^(score scale - offset). A fused product keeps what rounding took from the offset: of large scores many powers of
 // two, so that there both are rounded alike.
@@ -138,15 +174,16 @@ inline bool has_large(Floats offset) {
 
 // One block of softmax: from scores [keys, queries] to P^T as a right operand, with the running maximum (of scaled
 // scores) and sum of each query, and `decay`, by which what came from earlier blocks shrinks.
-void softmax_block(const float* scores, float scale, bool diagonal, float* maximum, float* sum, float* decay,
+void softmax_block(const float* scores, float scale, const Sight& sees, float* maximum, float* sum, float* decay,
                    bf16* probs) {
+    const bool partial = sees.is_partial();
     const Floats low = all(-std::numeric_limits<float>::infinity());
     for (long j = 0; j < BLOCK; j += LANES) {
-        long end = diagonal ? j + LANES : BLOCK;  // keys that some query of these sees
+        long end = sees.diagonal ? j + LANES : BLOCK;  // keys that some query of these sees
         Floats top = low;
         for (long i = 0; i < end; i++) {
             Floats x = _mm512_loadu_ps(scores + i * BLOCK + j);
-            top = _mm512_max_ps(top, diagonal ? _mm512_mask_mov_ps(low, seen(i, j), x) : x);
+            top = _mm512_max_ps(top, partial ? _mm512_mask_mov_ps(low, sees(i, j), x) : x);
         }
         Floats old = _mm512_loadu_ps(maximum + j), factor = all(scale);
         top = _mm512_max_ps(old, times(top, factor));
@@ -157,7 +194,7 @@ void softmax_block(const float* scores, float scale, bool diagonal, float* maxim
             __m256i pair[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
             for (long odd = 0; odd < 2 && i < end; odd++) {
                 Floats p = power(_mm512_loadu_ps(scores + (i + odd) * BLOCK + j), factor, top, is_large);
-                if (diagonal) p = _mm512_maskz_mov_ps(seen(i + odd, j), p);
+                if (partial) p = _mm512_maskz_mov_ps(sees(i + odd, j), p);
                 total = _mm512_add_ps(total, p);
                 pair[odd] = rounded(p);
             }
@@ -170,9 +207,10 @@ void softmax_block(const float* scores, float scale, bool diagonal, float* maxim
 }
 
 // One block of the backward: P^T and dS^T = P^T (dP^T - delta) as left operands, dS^T as a right operand too.
-template <bool diagonal>
-void softmax_backward_block(const float* scores, const float* grad_probs, float scale, const float* logsumexp,
-                            const float* delta, bf16* probs, bf16* grad_scores, bf16* grad_scores_right) {
+template <bool partial>
+void softmax_backward_block(const float* scores, const float* grad_probs, float scale, const Sight& sees,
+                            const float* logsumexp, const float* delta, bf16* probs, bf16* grad_scores,
+                            bf16* grad_scores_right) {
     const Floats factor = all(scale);
     bool is_large = false;
     for (long j = 0; j < BLOCK; j += LANES) is_large |= has_large(_mm512_loadu_ps(logsumexp + j));
@@ -184,9 +222,9 @@ void softmax_backward_block(const float* scores, const float* grad_probs, float 
                 long at = (i + odd) * BLOCK + j;
                 Floats p = power(_mm512_loadu_ps(scores + at), factor, offset, is_large);
                 Floats ds = times(p, _mm512_sub_ps(_mm512_loadu_ps(grad_probs + at), mean));
-                if (diagonal) {
-                    p = _mm512_maskz_mov_ps(seen(i + odd, j), p);
-                    ds = _mm512_maskz_mov_ps(seen(i + odd, j), ds);
+                if (partial) {
+                    p = _mm512_maskz_mov_ps(sees(i + odd, j), p);
+                    ds = _mm512_maskz_mov_ps(sees(i + odd, j), ds);
                 }
                 store(probs + at, p);
                 pair[odd] = rounded(ds);
@@ -225,8 +263,9 @@ struct Backward {
         transpose_blocks(torch, keys, keys_T, sizes);
     }
 
-    void read_queries(long b, long h, long start, long count, const float* given) {
+    void read_queries(long b, long h, const Queries& block, const float* given) {
         const Heads &query = heads[0], &context = heads[3], &grad = heads[4];
+        const long start = block.start, count = block.count;
         queries.read(torch, query.row(b, h, start), query.row_stride, count, dim);
         grads.read(torch, grad.row(b, h, start), grad.row_stride, count, dim);
         for (long i = 0; i < BLOCK; i++) {
@@ -235,15 +274,17 @@ struct Backward {
         }
     }
 
-    // Over or to the gradients of block k of keys and values, and of these queries, whose first block of keys is 0.
-    void differentiate(long k, bool diagonal, bool adds, float* grad_K, float* grad_V) {
+    // Over or to the gradients of block k of keys and values, and of these queries.
+    void differentiate(const Queries& block, long k, bool adds, float* grad_K, float* grad_V) {
         multiply(torch, BLOCK, BLOCK, dim, false, keys + k * tile, queries.across, scores);      // S^T
         multiply(torch, BLOCK, BLOCK, dim, false, values + k * tile, grads.across, grad_probs);  // dP^T
-        const auto softmax_backward = diagonal ? softmax_backward_block<true> : softmax_backward_block<false>;
-        softmax_backward(scores, grad_probs, scale, logsumexp, delta, probs, grad_scores, grad_scores_right);
+        const Sight sees = block.sight(k);
+        const auto softmax_backward = sees.is_partial() ? softmax_backward_block<true> : softmax_backward_block<false>;
+        softmax_backward(scores, grad_probs, scale, sees, logsumexp, delta, probs, grad_scores, grad_scores_right);
         multiply(torch, BLOCK, dim, BLOCK, adds, probs, grads.down, grad_V + k * tile);
         multiply(torch, BLOCK, dim, BLOCK, adds, grad_scores, queries.down, grad_K + k * tile);
-        multiply(torch, dim, BLOCK, BLOCK, k > 0, keys_T + k * tile, grad_scores_right, columns);  // dQ^T
+        multiply(torch, dim, BLOCK, BLOCK, k > block.first_block, keys_T + k * tile, grad_scores_right,
+                 columns);  // dQ^T
     }
 
     void write_queries(const Heads& grad_query, long b, long h, long start, long count) {
@@ -273,18 +314,20 @@ extern "C" void mf_attention_forward(const Torch* torch_, unsigned num_threads, 
             transpose_blocks(torch, values, values_T, sizes);
             for (long h = unit.first_head; h < unit.end_head; h++)
                 for (long q = 0; q < sizes.num_blocks(); q++) {
-                    long start = q * BLOCK, count = std::min(BLOCK, sizes.length - start);
+                    const Queries block(sizes, unit.b, q);
+                    const long start = block.start, count = block.count;
                     copy_rows(query.row(unit.b, h, start), query.row_stride, rows, count, BLOCK, dim);
                     pack_across(torch, rows, query_across, dim);
                     for (long i = 0; i < BLOCK; i++) {
                         maximum[i] = std::numeric_limits<float>::lowest();  // a whole block of scores may be -inf
                         sum[i] = 0;
                     }
-                    for (long k = 0; k <= q; k++) {
+                    for (long k = block.first_block; k <= q; k++) {
+                        const bool adds = k > block.first_block;
                         multiply(torch, BLOCK, BLOCK, dim, false, keys + k * tile, query_across, scores);  // S^T
-                        softmax_block(scores, scale, k == q, maximum, sum, decay, probs);
-                        if (k > 0) scale_columns(columns, decay, dim);
-                        multiply(torch, dim, BLOCK, BLOCK, k > 0, values_T + k * tile, probs, columns);  // C^T
+                        softmax_block(scores, scale, block.sight(k), maximum, sum, decay, probs);
+                        if (adds) scale_columns(columns, decay, dim);
+                        multiply(torch, dim, BLOCK, BLOCK, adds, values_T + k * tile, probs, columns);  // C^T
                     }
                     float* out = logsumexp + (unit.b * sizes.num_heads + h) * sizes.length + start;
                     for (long i = 0; i < BLOCK; i++) {
@@ -322,14 +365,14 @@ extern "C" void mf_attention_backward(const Torch* torch_, unsigned num_threads,
             backward.read_keys(unit.b, unit.group);
             for (long h = unit.first_head; h < unit.end_head; h++)
                 for (long q = 0; q < sizes.num_blocks(); q++) {
-                    const long start = q * BLOCK, count = std::min(BLOCK, sizes.length - start);
-                    backward.read_queries(unit.b, h, start, count,
-                                          logsumexp + (unit.b * sizes.num_heads + h) * sizes.length + start);
-                    for (long k = 0; k <= q; k++) {
+                    const Queries block(sizes, unit.b, q);
+                    backward.read_queries(unit.b, h, block,
+                                          logsumexp + (unit.b * sizes.num_heads + h) * sizes.length + block.start);
+                    for (long k = block.first_block; k <= q; k++) {
                         const bool adds = q > k || h > unit.first_head;  // a block of keys is first met on the diagonal
-                        backward.differentiate(k, k == q, adds, sums, sums + whole);
+                        backward.differentiate(block, k, adds, sums, sums + whole);
                     }
-                    backward.write_queries(grad_query, unit.b, h, start, count);
+                    backward.write_queries(grad_query, unit.b, h, block.start, block.count);
                 }
             if (!shares) write_grads(own, unit.b, unit.group);
         }
