@@ -11,6 +11,7 @@ DGRAD_ALLREDUCE_FP32 = "MEGATRON_TRUE_ON_POLICY_DGRAD_ALLREDUCE_FP32"
 GEMM_BACKEND = "MEGATRON_FROZEN_GEMM"
 PATCH = "MEGATRON_FROZEN_PATCH"
 CXX = "CXX"
+ONEDNN_ISA = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # the first that is set counts
 
 
 def switch(name: str, *, default: bool = False) -> bool:

@@ -7,10 +7,13 @@ from functools import lru_cache
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megatron_frozen import environment
 from megatron_frozen.kernels.build import library
 from megatron_frozen.kernels.call import NEEDED
 from megatron_frozen.kernels.products import multiply_into
 from megatron_frozen.kernels.torch_library import address
+
+_TOO_OLD = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")  # oneDNN's names
 
 
 @lru_cache(maxsize=1)
@@ -21,6 +24,9 @@ def absent() -> str | None:
     """
     if not torch.cpu._is_avx512_bf16_supported():
         return "this CPU has no AVX512-BF16"
+    isa = next(filter(None, map(environment.text, environment.ONEDNN_ISA)), "")
+    if isa.upper() in _TOO_OLD:  # the block product would end the process
+        return f"the environment holds oneDNN to {isa}, which has no AVX512-BF16"
     if None in map(address, NEEDED):
         return f"torch {torch.__version__} exports no such kernel"
     if isinstance(kernels := library(), str):

@@ -267,6 +267,21 @@ def test_without_torchs_threads_the_caller_does_all(monkeypatch: pytest.MonkeyPa
 
 
 @needs_kernels
+@pytest.mark.parametrize(("first", "second", "is_too_old"), [("avx512_core", "ALL", True), ("ALL", "AVX2", False)])
+def test_an_instruction_set_that_onednn_is_held_to(
+    first: str,
+    second: str,
+    is_too_old: bool,  # noqa: FBT001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its block product ended the process."""
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", first)
+    monkeypatch.setenv("DNNL_MAX_CPU_ISA", second)
+    expected = "the environment holds oneDNN to avx512_core, which has no AVX512-BF16" if is_too_old else None
+    assert available.absent.__wrapped__() == expected
+
+
+@needs_kernels
 def test_another_number_of_tokens_at_every_step_takes_no_more_memory() -> None:
     """Torch keeps a compiled kernel for each shape: one weight's gradients alone kept 0.7 GB after a thousand steps,
     and where they are stored transposed, so that tokens stand beside each other, 0.1 GB after 150.
