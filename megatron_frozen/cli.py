@@ -191,8 +191,8 @@ def _add_script_commands(commands: Any) -> None:
         ("run", "run a script with megatron-core patched",
          "MEGATRON_FROZEN_PATCH=0 in the environment leaves the patch out."),
         ("diagnose", "run a script and say which of its matrix products take longer than they need, where and why",
-         "The report comes on stderr when the script ends, also by Ctrl-C; a few steps are enough. Of a compiled graph it"
-         " sees the products that are left to torch, and nothing of other processes."),
+         "The report comes on stderr when the script ends, also by Ctrl-C; a few steps are enough. Of a compiled graph "
+         "it sees the products that are left to torch, and nothing of other processes."),
     ):  # fmt: skip
         usage = f"megatron-frozen {name} SCRIPT [ARGUMENT ...] | -m MODULE [ARGUMENT ...]"
         commands.add_parser(name, help=short, usage=usage, description=text)
