@@ -26,10 +26,8 @@ class _State:
         self.stack: list[tuple[str, int | None]] = []  # modules, and the number of the node that entered each
         self.numbers: list[int] = []  # the events: from which number on, and in which module
         self.modules: list[str] = []
-        self.again: tuple[int, int] = (
-            -1,
-            -1,
-        )  # after which forward, and in which backward, modules were entered again
+        # After which forward, and in which backward, modules were entered again.
+        self.again: tuple[int, int] = (-1, -1)
 
     def note(self) -> None:
         if len(self.numbers) >= _MOST_EVENTS:
