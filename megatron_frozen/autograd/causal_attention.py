@@ -82,6 +82,6 @@ class CausalAttention(torch.autograd.Function):
 
 def _added(first_keys: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
     """Return what the mask of such queries adds to the scores, [b, 1, s, s]."""
-    places = torch.arange(first_keys.shape[1])
+    places = torch.arange(first_keys.shape[1], device=first_keys.device)
     sees = (places <= places[:, None]) & (places >= first_keys.unsqueeze(-1))
-    return torch.zeros(sees.shape, dtype=dtype).masked_fill_(~sees, -torch.inf).unsqueeze(1)
+    return torch.zeros_like(sees, dtype=dtype).masked_fill_(~sees, -torch.inf).unsqueeze(1)

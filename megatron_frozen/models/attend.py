@@ -21,8 +21,8 @@ from megatron_frozen.models.documents import AttentionPlan, first_keys_of
 def attend(query: Tensor, key: Tensor, value: Tensor, *, plan: AttentionPlan, window: int | None) -> Tensor:
     """Return the context [s, b, n d] of query [s, b, n, d] over key and value [s, b, k, d].
 
-    No score between documents is computed, and no mask needed but for a window. The result lies in memory as
-    [b, s, n d], which the output projection folds as it is.
+    In eager code no score between documents is computed. The result lies in memory as [b, s, n d], which the output
+    projection folds as it is.
     """
     seq_length, num_rows = query.shape[:2]
     heads = [part.transpose(0, 1) for part in (query, key, value)]

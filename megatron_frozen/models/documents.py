@@ -1,4 +1,4 @@
-"""Which tokens of a batch attend to which: whole rows or packed documents, and the masks that windows need.
+"""Which tokens of a batch attend to which: whole rows or packed documents, with windows or without.
 
 Shape suffixes: [s] sequence, [b] batch.
 """
@@ -42,10 +42,13 @@ class AttentionPlan:
 
     def first_key(self, window: int | None) -> Tensor | None:
         """Return the first key that each query sees, int32 [b, s], or None where that is the row's first for all."""
-        return self.first_keys.get(window if window in self.masks else None)
+        return self.first_keys.get(window, self.first_keys.get(None))
 
     def longest_mask(self, window: int | None) -> Tensor | None:
-        """Return the mask of the longest document, or None where no document is longer than the window."""
+        """Return the mask of the longest document, or None where no document is longer than the window.
+
+        Unlike ``mask`` it compares no lengths: a graph would be made anew for each.
+        """
         return None if window is None else self.masks.get(window)
 
 
@@ -57,7 +60,7 @@ def plan_attention(
     windows: Sequence[int | None],
     device: torch.device,
 ) -> AttentionPlan:
-    """Check the document lengths against the batch and build each mask that a window calls for.
+    """Check the document lengths against the batch and find what queries see: as masks for windows, and first keys.
 
     Raises LayoutError where the lengths are not one list per row of whole numbers above 0 that sum to the row.
     """
@@ -65,14 +68,14 @@ def plan_attention(
     longest = seq_length if lengths is None else max(lengths)
     bounds = torch.tensor([0, *accumulate(lengths or [seq_length] * num_rows)], device="cpu")
     narrow = {window for window in windows if window is not None and window < longest}
-    cut = {None} if lengths else set[None]()
-    first_keys = {window: first_keys_of(bounds, window=window, seq_length=seq_length) for window in narrow | cut}
-    if not narrow:
-        return AttentionPlan(lengths=lengths, longest=longest, bounds=bounds, masks={}, first_keys=first_keys)
-    places = torch.arange(longest, device=device)
-    distance = places[:, None] - places
-    causal = distance >= 0
-    masks = {window: causal & (distance < window) for window in narrow}
+    masks = {
+        window: torch.ones(longest, longest, dtype=torch.bool, device=device).tril_().triu_(1 - window)
+        for window in narrow
+    }
+    first_keys = {
+        window: first_keys_of(bounds, window=window, seq_length=seq_length)
+        for window in ({None, *narrow} if lengths else narrow)
+    }
     return AttentionPlan(lengths=lengths, longest=longest, bounds=bounds, masks=masks, first_keys=first_keys)
 
 
@@ -80,7 +83,7 @@ def first_keys_of(bounds: Tensor, *, window: int | None, seq_length: int) -> Ten
     """Return the place in its row of the first key that each token sees, int32 [b, s], from where documents begin."""
     starts = torch.repeat_interleave(bounds[:-1] % seq_length, bounds.diff()).view(-1, seq_length)
     if window is not None:
-        starts = starts.maximum(torch.arange(seq_length) - (window - 1))
+        starts = starts.maximum(torch.arange(1 - window, seq_length + 1 - window, device=bounds.device))
     return starts.to(torch.int32)
 
 

@@ -88,6 +88,8 @@ def test_first_keys_are_where_documents_and_windows_begin() -> None:
     assert packed.first_key(40) is documents
     assert whole.first_key(None) is None
     assert whole.first_key(40) is None
+    with torch.device("meta"):  # somebody's default
+        assert torch.equal(_plan(DOCUMENTS["packed"], window=5).first_keys[5], window)
 
 
 @needs_kernels
