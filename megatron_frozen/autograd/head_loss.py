@@ -135,12 +135,12 @@ def _sweep(
     dX_RI = X_RI.new_zeros(X_RI.shape if with_dgrad else (0, X_RI.shape[1]), dtype=wide)
     if weight_VI.shape[0] == 0:  # padding alone
         return top, total, at_target, dX_RI
-    most, chunks = _chunks(target_R)
+    size, chunks = _chunks(target_R)
     # One buffer for all chunks: the system clears new pages, which took a tenth of the time.
-    logits = X_RI.new_empty(most, weight_VI.shape[0], dtype=logits_dtype)
+    buffer_CV = X_RI.new_empty(size, weight_VI.shape[0], dtype=logits_dtype)
     for rows in chunks:
         X_CI = X_RI[rows]
-        logits_CV = gemm.forward(X_CI, weight_VI, dtype=logits_dtype, out=logits[: X_CI.shape[0]])
+        logits_CV = gemm.forward(X_CI, weight_VI, dtype=logits_dtype, out=buffer_CV[: X_CI.shape[0]])
         cells = torch.arange(logits_CV.shape[0], device=logits_CV.device), local_R[rows]
         at_target[rows] = logits_CV[cells].to(wide)
         probs_CV, top[rows], total[rows] = _softmax(logits_CV, wide=wide, dtype=X_RI.dtype)

@@ -200,12 +200,8 @@ class Diagnosis(TorchDispatchMode):
             direction, rows, matrix = Direction.WGRAD, right, (left.shape[1], right.shape[2])
             folded = partial(_folded_wgrad, left, right)
         else:
-            direction, rows, matrix = (
-                Direction.DGRAD if is_backward else Direction.FORWARD,
-                left,
-                tuple(right.shape[1:]),
-            )
-            folded = partial(_folded, left, right)
+            direction = Direction.DGRAD if is_backward else Direction.FORWARD
+            rows, matrix, folded = left, tuple(right.shape[1:]), partial(_folded, left, right)
         kind = {"module": module, "direction": direction, "fault": Fault.BATCHED, "matrix": matrix}
         finding = self._finding(_Layout.of(rows), **kind)
         if finding.calls > _SAMPLES:

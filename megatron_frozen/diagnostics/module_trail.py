@@ -15,13 +15,15 @@ _MOST_EVENTS = 2**18  # some 100 steps of a model with 1000 modules
 
 
 class _Thread(threading.local):
-    """What one thread is in, and which module was entered or left before which node it made."""
+    """Of each thread its own state."""
 
     def __init__(self) -> None:
         self.state = _State()
 
 
 class _State:
+    """Which modules a thread is in, and which were entered or left before which node it made."""
+
     def __init__(self) -> None:
         self.stack: list[tuple[str, int | None]] = []  # modules, and the number of the node that entered each
         self.numbers: list[int] = []  # the events: from which number on, and in which module
@@ -32,7 +34,7 @@ class _State:
     def note(self) -> None:
         if len(self.numbers) >= _MOST_EVENTS:
             del self.numbers[: _MOST_EVENTS // 2], self.modules[: _MOST_EVENTS // 2]
-        self.numbers.append(next_node())
+        self.numbers.append(_next_node())
         self.modules.append(self.stack[-1][0] if self.stack else "")
 
     def module_of(self, number: int) -> str:
@@ -87,7 +89,7 @@ class ModuleTrail:
 
     def last_node(self) -> tuple[int, int]:
         """Return the same of the node that this thread made last."""
-        return id(self._thread.state), next_node() - 1
+        return id(self._thread.state), _next_node() - 1
 
     def _maker(self) -> _State:
         """Return the thread that made the running node: this one, if it runs what it has just computed again."""
@@ -125,6 +127,6 @@ def _running_node() -> int | None:
     return None if node is None else node._sequence_nr()
 
 
-def next_node() -> int:
+def _next_node() -> int:
     """Return the number that autograd gives to the next node it makes in this thread."""
     return torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue] - not in its stubs

@@ -8,9 +8,9 @@ import torch
 
 
 def autocast_is_on(tensor: torch.Tensor) -> bool:
-    """Return whether autocast is on for the device type of ``tensor``; it knows none for some, as for meta.
+    """Return whether autocast is on for the device type of ``tensor``; some, as meta, have none.
 
-    That is slow to tell, so whether any is on is asked first."""
+    That is slow to tell, so whether it is on for any is asked first."""
     if not torch._C._is_any_autocast_enabled():
         return False
     device_type = tensor.device.type

@@ -11,10 +11,11 @@ from torch import nn
 
 from megatron_frozen.comm import WORLD, together
 from megatron_frozen.errors import ConfigError
-from megatron_frozen.gpt_lora.layer import FullFactors, ProjectionAdapters
+from megatron_frozen.gpt_lora.layer import ProjectionAdapters
 from megatron_frozen.gpt_lora.projections import Projection, chosen_projections
 from megatron_frozen.integrations.megatron_core.layers import use_frozen_linear
 from megatron_frozen.lora import LoraConfig
+from megatron_frozen.lora.factors import FullFactors
 from megatron_frozen.lora.guard import assert_some_gradient
 from megatron_frozen.lora.init import init_lora_a, shared_seed
 

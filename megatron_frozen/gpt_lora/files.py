@@ -10,9 +10,10 @@ from torch import nn
 from megatron_frozen.comm import WORLD, together
 from megatron_frozen.errors import CheckpointError, ConfigError
 from megatron_frozen.gpt_lora.apply import check_new, checked_projections, install, named_adapters
-from megatron_frozen.gpt_lora.layer import FullFactors, ProjectionAdapters
+from megatron_frozen.gpt_lora.layer import ProjectionAdapters
 from megatron_frozen.gpt_lora.projections import Projection, find_projections
 from megatron_frozen.io import read_safetensors
+from megatron_frozen.lora.factors import FullFactors
 from megatron_frozen.lora.peft_files import WEIGHTS_NAME, config_to_peft, peft_key, read_config, write_folder
 
 

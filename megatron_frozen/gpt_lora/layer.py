@@ -17,10 +17,8 @@ from megatron_frozen.gpt_lora.projections import Projection
 from megatron_frozen.integrations.megatron_core.steps import Adapter
 from megatron_frozen.layers.parts import is_plain_and_frozen
 from megatron_frozen.lora import LoraConfig
-from megatron_frozen.lora.factors import Factors, empty_pair, low_rank_delta, multiply_adapted
+from megatron_frozen.lora.factors import Factors, FullFactors, empty_pair, low_rank_delta, multiply_adapted
 from megatron_frozen.params import SharesGroups, is_partial_grad
-
-FullFactors = tuple[torch.Tensor, torch.Tensor]
 
 
 class ProjectionAdapters(Adapter, SharesGroups):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -11,13 +12,13 @@ from torch import nn
 from megatron_frozen.comm import WORLD, together
 from megatron_frozen.errors import ConfigError, nearest
 from megatron_frozen.lora.config import LoraConfig
-from megatron_frozen.lora.factors import Factors
+from megatron_frozen.lora.factors import Factors, FullFactors
 from megatron_frozen.lora.init import init_lora_a, shared_seed
 from megatron_frozen.lora.layer import LoraLinear
 from megatron_frozen.lora.targets import find_targets, named_modules_around_adapters
 
-FullFactors = Callable[[str, LoraLinear], tuple[torch.Tensor, torch.Tensor]]
-"""From a layer's path and the layer to its full A [r, in] and B [out, r]."""
+FactorsOf: TypeAlias = Callable[[str, LoraLinear], FullFactors]
+"""From a layer's path and the layer to its factors."""
 
 
 def apply_lora(model: nn.Module, config: LoraConfig, *, adapter_name: str = "default", seed: int = 0) -> nn.Module:
@@ -39,7 +40,7 @@ def apply_lora(model: nn.Module, config: LoraConfig, *, adapter_name: str = "def
     return model
 
 
-def install(model: nn.Module, config: LoraConfig, *, adapter_name: str, full_factors: FullFactors) -> None:
+def install(model: nn.Module, config: LoraConfig, *, adapter_name: str, full_factors: FactorsOf) -> None:
     """Wrap where needed, add the adapter from its full factors, freeze all else, and make it active. No collective."""
     for name, module in find_targets(model, config).items():
         layer = module if isinstance(module, LoraLinear) else LoraLinear(module).train(module.training)
@@ -51,8 +52,8 @@ def install(model: nn.Module, config: LoraConfig, *, adapter_name: str, full_fac
     set_active_adapter(model, adapter_name)
 
 
-def _starting_factors(config: LoraConfig, seed: int) -> FullFactors:
-    def factors(name: str, layer: LoraLinear) -> tuple[torch.Tensor, torch.Tensor]:
+def _starting_factors(config: LoraConfig, seed: int) -> FactorsOf:
+    def factors(name: str, layer: LoraLinear) -> FullFactors:
         base = layer.base_layer
         full_A = init_lora_a(config.r, base.input_size, method=config.init_method, seed=seed, layer_name=name)
         return full_A, torch.zeros(base.output_size, config.r)
@@ -64,7 +65,8 @@ def check_new_name(model: nn.Module, adapter_name: str) -> None:
     """Raise ConfigError unless ``adapter_name`` is free and can be part of a parameter's name."""
     if not adapter_name or "." in adapter_name or hasattr(Factors(), adapter_name):
         raise ConfigError(
-            f"adapter_name {adapter_name!r} cannot be part of a parameter's name; give a plain word such as 'default'"
+            f"adapter_name {adapter_name!r} is empty, has a dot or is a word that torch's modules use themselves; give "
+            "another word such as 'default'"
         )
     if adapter_name in adapter_names(model):
         raise ConfigError(

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from megatron_frozen.params import (
     set_tensor_model_parallel_attributes,
     shard_of,
 )
+
+FullFactors: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""A [r, in] and B [out, r] of all ranks."""
 
 
 class Factors(KeepsMarks, nn.ParameterDict):

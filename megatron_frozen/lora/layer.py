@@ -18,7 +18,7 @@ from megatron_frozen.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_frozen.layers.joint_columns import ColumnPart
 from megatron_frozen.layers.parts import is_plain_and_frozen
 from megatron_frozen.lora.config import LoraConfig
-from megatron_frozen.lora.factors import empty_pair, low_rank_delta, multiply_adapted
+from megatron_frozen.lora.factors import FullFactors, empty_pair, low_rank_delta, multiply_adapted
 
 Linear: TypeAlias = ColumnParallelLinear | RowParallelLinear
 _PLAIN_PRODUCTS = (ColumnParallelLinear.multiply, RowParallelLinear.multiply)
@@ -107,7 +107,7 @@ class LoraLinear(nn.Module):
         self.lora_A.overwrite(adapter_name, full_A)
         self.lora_B.overwrite(adapter_name, full_B)
 
-    def full_factors(self, adapter_name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def full_factors(self, adapter_name: str) -> FullFactors:
         """Return A [r, in] and B [out, r] on every rank of the group, in their own dtype. One all-gather."""
         return self.lora_A.full(adapter_name), self.lora_B.full(adapter_name)
 

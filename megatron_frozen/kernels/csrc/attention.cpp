@@ -146,9 +146,10 @@ struct Sight {
 struct Queries {
     long start, count, first_block, last_block;
     int first_keys[BLOCK];  // of padded queries 0
-    Queries(const Sizes& sizes, long b, long block) : start(block * BLOCK), first_block(0), last_block(block) {
-        count = std::min(BLOCK, sizes.length - start);
-        if (!(is_cut = sizes.first_keys)) return;
+    Queries(const Sizes& sizes, long b, long block)
+        : start(block * BLOCK), count(std::min(BLOCK, sizes.length - start)), first_block(0), last_block(block),
+          is_cut(sizes.first_keys) {
+        if (!is_cut) return;
         const int* given = sizes.first_keys + b * sizes.length + start;
         for (long i = 0; i < BLOCK; i++) first_keys[i] = i < count ? given[i] : 0;
         first_block = std::min(static_cast<long>(first_keys[0]), start) / BLOCK;
@@ -159,7 +160,7 @@ struct Queries {
     }
 
   private:
-    bool is_cut;
+    bool is_cut;  // there are first keys
 };
 
 // 2^(score scale - offset). A fused product keeps what rounding took from the offset: of large scores many powers of
