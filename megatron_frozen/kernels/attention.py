@@ -24,7 +24,8 @@ def attend(
     [b, n, s] of each query's sum of exponentials, of bf16 query [b, n, s, d], key and value [b, k, s, d]; d is even.
 
     first_keys: int32 [b, s], the first key that a query sees, no later than itself and never falling along a row; 0 for
-    all if left out."""
+    all if left out. A value that is not finite also reaches queries that do not see it, but stand in its block of 128
+    tokens: 0 times infinity is no number."""
     context, logsumexp = _empty_heads(query), query.new_empty(query.shape[:3], dtype=torch.float32)
     heads = [_dense_rows(part) for part in (query, key, value)]
     if query.numel() > 0:
