@@ -164,13 +164,14 @@ struct Queries {
 };
 
 // 2^(score scale - offset). A fused product keeps what rounding took from the offset: of large scores many powers of
-// two, so that there both are rounded alike.
-inline Floats power(Floats score, Floats scale, Floats offset, bool is_large) {
-    if (is_large) return exp2(_mm512_sub_ps(rounded_product(score, scale), offset));
-    return exp2(_mm512_fmsub_ps(score, scale, offset));
+// two, so that there both are rounded alike. Each query is asked for itself: its neighbours may be another document's.
+inline Floats power(Floats score, Floats scale, Floats offset, __mmask16 large) {
+    Floats exponent = _mm512_fmsub_ps(score, scale, offset);
+    if (large) exponent = _mm512_mask_sub_ps(exponent, large, rounded_product(score, scale), offset);
+    return exp2(exponent);
 }
-inline bool has_large(Floats offset) {
-    return _mm512_cmp_ps_mask(_mm512_abs_ps(offset), all(1 << 14), _CMP_LT_OQ) != 0xffff;
+inline __mmask16 large_ones(Floats offset) {
+    return _mm512_cmp_ps_mask(_mm512_abs_ps(offset), all(1 << 14), _CMP_NLT_UQ);
 }
 
 // One block of softmax: from scores [keys, queries] to P^T as a right operand, with the running maximum (of scaled
@@ -188,13 +189,13 @@ void softmax_block(const float* scores, float scale, const Sight& sees, float* m
         }
         Floats old = _mm512_loadu_ps(maximum + j), factor = all(scale);
         top = _mm512_max_ps(old, times(top, factor));
-        const bool is_large = has_large(top);
+        const __mmask16 large = large_ones(top);
         Floats shrink = exp2(_mm512_sub_ps(old, top));
         Floats total = times(_mm512_loadu_ps(sum + j), shrink);
         for (long i = 0; i < BLOCK; i += 2) {
             __m256i pair[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
             for (long odd = 0; odd < 2 && i < end; odd++) {
-                Floats p = power(_mm512_loadu_ps(scores + (i + odd) * BLOCK + j), factor, top, is_large);
+                Floats p = power(_mm512_loadu_ps(scores + (i + odd) * BLOCK + j), factor, top, large);
                 if (partial) p = _mm512_maskz_mov_ps(sees(i + odd, j), p);
                 total = _mm512_add_ps(total, p);
                 pair[odd] = rounded(p);
@@ -213,15 +214,15 @@ void softmax_backward_block(const float* scores, const float* grad_probs, float 
                             const float* logsumexp, const float* delta, bf16* probs, bf16* grad_scores,
                             bf16* grad_scores_right) {
     const Floats factor = all(scale);
-    bool is_large = false;
-    for (long j = 0; j < BLOCK; j += LANES) is_large |= has_large(_mm512_loadu_ps(logsumexp + j));
+    __mmask16 large[BLOCK / LANES];
+    for (long j = 0; j < BLOCK; j += LANES) large[j / LANES] = large_ones(_mm512_loadu_ps(logsumexp + j));
     for (long i = 0; i < BLOCK; i += 2)
         for (long j = 0; j < BLOCK; j += LANES) {
             Floats offset = _mm512_loadu_ps(logsumexp + j), mean = _mm512_loadu_ps(delta + j);
             __m256i pair[2];
             for (long odd = 0; odd < 2; odd++) {
                 long at = (i + odd) * BLOCK + j;
-                Floats p = power(_mm512_loadu_ps(scores + at), factor, offset, is_large);
+                Floats p = power(_mm512_loadu_ps(scores + at), factor, offset, large[j / LANES]);
                 Floats ds = times(p, _mm512_sub_ps(_mm512_loadu_ps(grad_probs + at), mean));
                 if (partial) {
                     p = _mm512_maskz_mov_ps(sees(i + odd, j), p);
