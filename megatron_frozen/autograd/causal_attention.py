@@ -73,15 +73,19 @@ class CausalAttention(torch.autograd.Function):
         if kernels.in_memory(grad_output):
             return *kernels.attend_backward(grad_output, *ctx.saved_tensors), None
         *saved, logsumexp, first_keys = ctx.saved_tensors  # one gradient of many under vmap
-        mask = None if first_keys is None else _added(first_keys, dtype=grad_output.dtype)
+        mask = None if first_keys is None else added_to_scores(_seen(first_keys).unsqueeze(1), dtype=grad_output.dtype)
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_output, *saved, logsumexp * math.log(2), dropout_p=0.0, is_causal=mask is None, attn_mask=mask
         )
         return *grads, None
 
 
-def _added(first_keys: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
-    """Return what the mask of such queries adds to the scores, [b, 1, s, s]."""
+def _seen(first_keys: torch.Tensor) -> torch.Tensor:
+    """Return which keys the queries see, [b, s, s]."""
     places = torch.arange(first_keys.shape[1], device=first_keys.device)
-    sees = (places <= places[:, None]) & (places >= first_keys.unsqueeze(-1))
-    return torch.zeros_like(sees, dtype=dtype).masked_fill_(~sees, -torch.inf).unsqueeze(1)
+    return (places <= places[:, None]) & (places >= first_keys.unsqueeze(-1))
+
+
+def added_to_scores(sees: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+    """Return what torch's kernel takes for a boolean mask: 0 where a query sees a key, else -inf."""
+    return torch.zeros_like(sees, dtype=dtype).masked_fill_(~sees, -torch.inf)

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_frozen.diagnostics.findings import Direction, Fault, Finding, text_of
 from megatron_frozen.diagnostics.module_trail import ModuleTrail
 from megatron_frozen.errors import MegatronFrozenError
-from megatron_frozen.kernels import in_memory
+from megatron_frozen.kernels import has_operators, in_memory
 from megatron_frozen.layout import fold_leading, fold_pair, plan_fold
 
 _aten = torch.ops.aten
@@ -32,7 +32,6 @@ _COPY = _aten.clone.default
 _PLAIN = {_aten.mm.default, _aten.mm.out, _aten.addmm.default, _aten.addmm.out, _aten.addmm_.default}
 _BATCHED = {_aten.bmm.default, _aten.bmm.out, _aten.baddbmm.default, _aten.baddbmm.out, _aten.baddbmm_.default}
 _SEEN = {_COPY} | _PLAIN | _BATCHED
-_DISPATCH = "__torch_dispatch__"
 _SAMPLES = 3  # calls of a kind that are timed: the first one also sets up what it needs
 _RECENT = 32  # copies that a product may still come for
 _MOST_NODES = 2**16  # products whose backward may still come
@@ -116,8 +115,8 @@ class Diagnosis(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run the operation, and look at it if it is a product or a copy of real tensors."""
-        if types and any(map(_has_operators, types)):
-            return NotImplemented  # so that theirs run, and what those multiply comes here
+        if types and any(has_operators(kind) and not issubclass(kind, FakeTensor) for kind in types):
+            return NotImplemented  # so that theirs run, as DTensor's, and what those multiply comes here
         if func not in _SEEN:
             return func(*args, **(kwargs or {}))
         call = partial(func, *args, **(kwargs or {}))
@@ -216,11 +215,6 @@ class Diagnosis(TorchDispatchMode):
         finding = self._found.setdefault((rows, *kind.values()), Finding(**kind, **rows._asdict()))
         finding.calls += 1
         return finding
-
-
-def _has_operators(kind: type) -> bool:
-    """Return whether a class of tensors has operators of its own, as DTensor, which multiply real tensors."""
-    return getattr(kind, _DISPATCH) is not getattr(torch.Tensor, _DISPATCH) and not issubclass(kind, FakeTensor)
 
 
 def _is_seen(operands: Sequence[torch.Tensor]) -> bool:

@@ -41,6 +41,11 @@ def _torch() -> Any:
     return (POINTER * 5)(*map(address, (*NEEDED, _PARALLEL)))
 
 
+def has_operators(kind: type) -> bool:
+    """Return whether a class of tensors has operators of its own, as DTensor and fake tensors do."""
+    return getattr(kind, _DISPATCH) is not getattr(torch.Tensor, _DISPATCH)
+
+
 def in_memory(*tensors: torch.Tensor) -> bool:
     """Return whether kernels find these tensors, and what is made from them, at an address: none is of a class with
     operators of its own (DTensor, fake tensors), wrapped by a transform such as vmap or zero without memory, no such
@@ -48,9 +53,7 @@ def in_memory(*tensors: torch.Tensor) -> bool:
     return (
         not torch._C._are_functorch_transforms_active()
         and all(
-            getattr(type(tensor), _DISPATCH) is getattr(torch.Tensor, _DISPATCH)
-            and torch._C._has_storage(tensor)
-            and not tensor._is_zerotensor()
+            not has_operators(type(tensor)) and torch._C._has_storage(tensor) and not tensor._is_zerotensor()
             for tensor in tensors
         )
         and not any(map(torch._C._get_dispatch_mode, _UNREAL_MODES))

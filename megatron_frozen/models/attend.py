@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_frozen import kernels
-from megatron_frozen.autograd.causal_attention import CausalAttention, causal_attention_unsupported
+from megatron_frozen.autograd.causal_attention import CausalAttention, added_to_scores, causal_attention_unsupported
 from megatron_frozen.models.documents import AttentionPlan, first_keys_of
 
 
@@ -195,7 +195,7 @@ def _groups(bounds: Tensor, mask: Tensor | None, *, window: int) -> Iterator[_Gr
 
 def _added(mask: Tensor | None, query: Tensor) -> Tensor | None:
     """Return what a boolean mask adds to the scores."""
-    return None if mask is None else torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
+    return None if mask is None else added_to_scores(mask, dtype=query.dtype)
 
 
 def _wide(query: Tensor) -> torch.dtype:
