@@ -120,6 +120,11 @@ def _plan_fold(shape: tuple[int, ...], stride: tuple[int, ...]) -> Fold:
     return Fold(lead, distinct, num_rows, repeats, is_view=False, is_natural=natural)
 
 
+def repeated_dims(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the leading dims of a tensor [..., H] along which it holds one row more than once: those of stride 0."""
+    return tuple(d for d in range(tensor.dim() - 1) if tensor.stride(d) == 0 and tensor.shape[d] > 1)
+
+
 _cached_plan = lru_cache(maxsize=4096)(_plan_fold)
 
 

@@ -34,7 +34,6 @@ import torch
 from megatron_frozen import gemm
 from megatron_frozen.errors import ConfigError
 from megatron_frozen.gemm.wgrad_into import check_main_grad, wgrad_into
-from megatron_frozen.layout import fold_pair
 from megatron_frozen.storage import adjacent_view
 
 _WRITTEN = "_written_in_backward"
@@ -185,7 +184,7 @@ def deliver_weight_gradient(
     is written.
     """
     if weight is None:
-        return gemm.wgrad(*fold_pair(grad_output, total_input), dtype=grad_dtype)
+        return gemm.wgrad(grad_output, total_input, dtype=grad_dtype)
     return deliver_weight_gradients([weight], grad_output, total_input)[0]
 
 

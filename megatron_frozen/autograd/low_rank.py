@@ -13,7 +13,7 @@ import torch
 from megatron_frozen import gemm
 from megatron_frozen.autograd.grad_dtype import kept_grad_dtype
 from megatron_frozen.autograd.once import once_differentiable
-from megatron_frozen.layout import Fold, fold_leading, fold_pair
+from megatron_frozen.layout import Fold, fold_leading
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -119,4 +119,4 @@ def factor_gradient(grad: torch.Tensor, operand: torch.Tensor, *, factors: Seque
     dtype = kept_grad_dtype(factors[0])
     for factor in factors[1:]:
         dtype = torch.promote_types(dtype, kept_grad_dtype(factor))
-    return gemm.wgrad(*fold_pair(grad, operand), dtype=torch.promote_types(operand.dtype, dtype)).to(dtype)
+    return gemm.wgrad(grad, operand, dtype=torch.promote_types(operand.dtype, dtype)).to(dtype)

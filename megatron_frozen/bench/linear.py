@@ -208,7 +208,7 @@ def verdicts(measured: Sequence[Row]) -> list[Row]:
         at_most("time of ours over the bare product's", times[OURS] / times[BARE], limit=limit, of=of),
         at_most("time of ours over the plain flatten's", times[OURS] / times[FLATTEN], limit=1.03, of=of),
     ]
-    if number(ours, "repeats") > 1 and ours["product"] != BOTH:
+    if number(ours, "repeats") > 1:
         rows.append(at_least("plain flatten's time over ours", times[FLATTEN] / times[OURS], limit=4, of=of))
     if not ours["needs_copy"]:
         rows.append(at_most("bytes that ours copied", number(ours, "copied_bytes"), limit=0, of=of))

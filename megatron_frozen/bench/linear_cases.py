@@ -33,7 +33,7 @@ def _transposed_leading(dense: torch.Tensor) -> torch.Tensor:
 
 
 def _expanded_middle(dense: torch.Tensor) -> torch.Tensor:
-    """One row for all of the batch, as a sum or mean over it gives back."""
+    """One row for all of the batch, as a sum over it gives back."""
     return dense[:, :1].expand_as(dense)
 
 

@@ -1,4 +1,4 @@
-"""The four products of a linear layer on 2-D operands, outside autocast and outside autograd.
+"""The four products of a linear layer, each one product of matrices, outside autocast and outside autograd.
 
 Shape suffixes: T = tokens, I = in features, O = out features.
 """
@@ -10,6 +10,7 @@ import torch
 from megatron_frozen.gemm.autocast import autocast_is_on, without_autocast
 from megatron_frozen.gemm.request import Product, Request, result_shape
 from megatron_frozen.gemm.select import multiply
+from megatron_frozen.gemm.wgrad_operands import wgrad_operands
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -117,11 +118,17 @@ def dgrad_in_order(grad_output: torch.Tensor, weight_OI: torch.Tensor) -> torch.
     return torch.matmul(grad_output, weight_OI)
 
 
-def wgrad(grad_output_TO: torch.Tensor, input_TI: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return dW = dY^T X as [O, I], in the operands' dtype or a wider ``dtype``, with one rounding to it."""
-    if dtype not in (None, input_TI.dtype):
-        return _widened(Product.WGRAD, grad_output_TO, input_TI, dtype=dtype)
-    return _mm(grad_output_TO.t(), input_TI)
+def wgrad(grad_output: torch.Tensor, total_input: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return dW = dY^T X as [O, I] of [..., O] and [..., I], with equal leading dims, which it sums over.
+
+    In the operands' dtype or a wider ``dtype``, with one rounding to it. What is copied: see ``wgrad_operands``.
+
+    Raises LayoutError where the leading dims differ."""
+    dtype = dtype or total_input.dtype
+    grad_TO, input_TI = wgrad_operands(grad_output, total_input, dtype=dtype)
+    if dtype is not input_TI.dtype:
+        return _widened(Product.WGRAD, grad_TO, input_TI, dtype=dtype)
+    return _mm(grad_TO.t(), input_TI)
 
 
 def add_product_(total_TN: torch.Tensor, left_TK: torch.Tensor, right_KN: torch.Tensor) -> None:

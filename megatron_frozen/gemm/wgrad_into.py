@@ -10,7 +10,7 @@ import torch
 from megatron_frozen.errors import LayoutError
 from megatron_frozen.gemm.request import Product, Request
 from megatron_frozen.gemm.select import multiply
-from megatron_frozen.layout import fold_pair
+from megatron_frozen.gemm.wgrad_operands import wgrad_operands
 
 
 def wgrad_into(
@@ -20,7 +20,8 @@ def wgrad_into(
 
     main_grad: [O, I], floating point, any strides; grad_output: [..., O]; total_input: [..., I], with the leading
     dims of grad_output and its dtype. Products and sums are made in main_grad's dtype, or wider, by the backend that
-    ``select`` chooses, and rounded to it once per call. Overwriting clears NaN and, with zero tokens, writes zeros.
+    ``select`` chooses, and rounded to it once per call; ``wgrad_operands`` says what is copied or summed before.
+    Overwriting clears NaN and, with zero tokens, writes zeros.
     No collectives. The same as apex's ``wgrad_gemm_accum_fp32`` and as Transformer Engine's
     ``general_gemm(layout="NT", accumulate=)``.
 
@@ -39,7 +40,7 @@ def wgrad_into(
         output_dtype=main_grad.dtype,
         accumulate=accumulate,
     )
-    multiply(request, *fold_pair(grad_output, total_input), out=main_grad)
+    multiply(request, *wgrad_operands(grad_output, total_input, dtype=main_grad.dtype), out=main_grad)
 
 
 def check_main_grad(main_grad: torch.Tensor, *, shape: tuple[int, int]) -> None:

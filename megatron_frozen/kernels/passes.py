@@ -123,6 +123,15 @@ def softmax_gradient(
     return grad
 
 
+def parts_of_sums(rows: torch.Tensor, num_parts: int) -> torch.Tensor:
+    """Return the sums of rows [r, n, h] over n, made in fp32, as ``num_parts`` matrices [r, h] that add up to them, one
+    below the other: [num_parts * r, h]."""
+    assert rows.dim() == 3, f"rows to sum have the shape {rows.shape}"
+    parts = rows.new_empty(num_parts * rows.shape[0], rows.shape[-1])
+    run("mf_parts_of_sums", _shape(rows), _rows(rows), POINTER(parts.data_ptr()), LONG(num_parts))
+    return parts
+
+
 def _shape(tensor: torch.Tensor) -> Any:
     outer, inner = (1, 1, *tensor.shape[:-1])[-2:]
     return (LONG * 3)(outer, inner, tensor.shape[-1])

@@ -53,7 +53,7 @@ def attention():
                 kernels.attend_backward(grad, query, key, value, *given)
 
 def rows():
-    for num_rows, width in itertools.product((1, 31, 33), (1, 15, 16, 17, 33, 100, 577)):
+    for num_rows, width in itertools.product((1, 31, 33), (1, 15, 16, 17, 33, 100, 577, 2049)):
         x, grad, joint = dense(num_rows, width), dense(num_rows, width), dense(num_rows, 2 * width)
         weight = dense(width)
         _, inverse_rms = passes.rms_norm(x, weight, eps=1e-5)
@@ -65,6 +65,9 @@ def rows():
         top, total = passes.logsumexp(x)
         passes.softmax_gradient(x, top, total, torch.full((num_rows,), width - 1), total)
         passes.softmax_(x)
+        for repeats in (1, 3, 33):
+            passes.parts_of_sums(dense(num_rows, repeats, width), 2)
+            passes.parts_of_sums(dense(repeats, num_rows, width).transpose(0, 1), 3)
 
 for at_end, threads in itertools.product((True, False), (1, 2)):
     torch.set_num_threads(threads)

@@ -246,6 +246,20 @@ def test_rows_that_are_windows_one_element_apart(name: str, monkeypatch: pytest.
 
 
 @needs_kernels
+@pytest.mark.parametrize("shape", [(37, 3, 77), (1, 300, 16), (3, 33, 2049), (2, 64, 4100), (5, 1, 1000)], ids=str)
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2)], ids=str)
+@pytest.mark.usefixtures("num_threads")
+def test_parts_of_sums(shape: tuple[int, int, int], order: tuple[int, int, int]) -> None:
+    torch.manual_seed(0)
+    dense = torch.randn([shape[dim] for dim in order]).bfloat16()
+    rows = torch.cat([dense, dense], dim=-1)[..., : shape[-1]].permute(order)
+    sums = rows.double().sum(1)
+    for num_parts, error in ((1, 2.0**-8), (2, 2.0**-16), (3, 3e-7)):
+        parts = passes.parts_of_sums(rows, num_parts).view(num_parts, *sums.shape)
+        assert relative_error(parts.double().sum(0), sums) < error
+
+
+@needs_kernels
 def test_gradients_without_an_address_are_left_to_torch() -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(64, 96).bfloat16().requires_grad_(), torch.ones(96).bfloat16()
@@ -283,10 +297,11 @@ def test_real_tensors_where_fake_ones_are_made_or_a_graph_is_recorded() -> None:
         (lambda x: passes.rotate(x[:, None, None, :63], x[:, None, None, :63], x[:, None, None, :31], sign=1,
                                  out=x[:, None, None, :63].clone()), "got tables"),
         (lambda x: passes.softmax_gradient(x, *(torch.ones(63) for _ in range(4))), "got torch.Size"),
+        (lambda x: passes.parts_of_sums(x, 2), "rows to sum have the shape"),
         (lambda x: kernels.multiply_into(torch.empty(64, 64), x[:, :63], x, accumulate=False), "got an output"),
         (lambda x: kernels.multiply_into(torch.empty(63, 64), x, x, accumulate=False), "got an output"),
     ],
-    ids=["weight", "norm", "odd gate", "gate", "tables", "odd head dim", "softmax", "inner", "output"],
+    ids=["weight", "norm", "odd gate", "gate", "tables", "odd head dim", "softmax", "sums", "inner", "output"],
 )  # fmt: skip
 def test_shapes_that_do_not_fit_are_not_read(call: Callable[[Tensor], object], message: str) -> None:
     """What stood behind them in memory was, so that a wrong width gave numbers."""

@@ -7,7 +7,8 @@
 
 namespace {
 
-constexpr long ROWS = 32;  // of a piece of work
+constexpr long ROWS = 32;     // of a piece of work
+constexpr long STRIP = 2048;  // columns of one, where they are summed: memory is read by long strips
 
 struct Rows {  // [outer, inner, width], width dense
     bf16* at;
@@ -201,6 +202,41 @@ void mf_softmax_gradient(const Torch* torch, unsigned num_threads, const Shape* 
                 store(grad + j, _mm512_maskz_mul_ps(is_kept, e, scale), mask);
             });
             store(grad + column[i], all(at_column[i]), first(1));
+        }
+    });
+}
+
+// Sums rows [outer, inner, width] over inner, in fp32, and cuts the sums [outer, width] into parts
+// [num_parts, outer, width] in bf16, each the rounding of what those before it left over.
+void mf_parts_of_sums(const Torch* torch, unsigned num_threads, const Shape* shape_, const Rows* rows, bf16* parts,
+                      long num_parts) {
+    const Shape& shape = *shape_;
+    const long strips = (shape.width + STRIP - 1) / STRIP;
+    on_threads(*torch, num_threads, shape.outer * strips, [&](Pieces& pieces) {
+        Floats sums[STRIP / LANES], some[STRIP / LANES];
+        for (long piece; pieces.take(piece);) {
+            const long i = piece / strips, start = piece % strips * STRIP, width = std::min(STRIP, shape.width - start);
+            const bf16* x = rows->at + i * rows->outer_stride + start;
+            std::fill_n(sums, (width + LANES - 1) / LANES, _mm512_setzero_ps());
+            for (long k = 0; k < shape.inner;) {  // by sums of sums, whose error does not grow with their number
+                std::fill_n(some, (width + LANES - 1) / LANES, _mm512_setzero_ps());
+                for (const long end = std::min(shape.inner, k + ROWS); k < end; k++)
+                    each_vector(width, [&](long j, __mmask16 mask) {
+                        const bf16* at = x + k * rows->inner_stride + j;
+                        _mm_prefetch(at + rows->inner_stride, _MM_HINT_T0);  // of the next row, a third of the time
+                        some[j / LANES] = _mm512_add_ps(some[j / LANES], load(at, mask));
+                    });
+                each_vector(width, [&](long j, __mmask16) {
+                    sums[j / LANES] = _mm512_add_ps(sums[j / LANES], some[j / LANES]);
+                });
+            }
+            bf16* part = parts + i * shape.width + start;
+            for (long p = 0; p < num_parts; p++, part += shape.outer * shape.width)
+                each_vector(width, [&](long j, __mmask16 mask) {
+                    Floats& rest = sums[j / LANES];
+                    store(part + j, rest, mask);
+                    rest = _mm512_sub_ps(rest, in_bf16(rest));
+                });
         }
     });
 }

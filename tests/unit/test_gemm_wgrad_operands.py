@@ -1,0 +1,172 @@
+"""Weight gradients of operands that repeat their rows: fewer rows to multiply, the same values, in every dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megatron_frozen import gemm
+from megatron_frozen.diagnostics import Recorder
+from megatron_frozen.functional import linear_with_grad_accumulation_and_async_allreduce
+from megatron_frozen.gemm.wgrad_operands import wgrad_operands
+from megatron_frozen.testing import assert_no_worse_than, relative_error
+
+S, B, OUT, IN = 6, 8, 5, 7
+ALONE = (False, False, False)  # no fusion, no all-reduce, no sequence parallelism
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+ROUNDING = {BF16: 2.0**-8, FP32: 5e-7, FP64: 1e-15}
+# Of dY and X: the dims that each has distinct rows along (the others have stride 0), and the order they lie in.
+LAYOUTS = {
+    "dY over the batch": ((S, 1), (0, 1)),
+    "dY over the sequence": ((1, B), (0, 1)),
+    "dY over all": ((1, 1), (0, 1)),
+    "dY over the batch, X batch first": ((S, 1), (1, 0)),
+}
+
+
+def operands(layout: str, dtype: torch.dtype, *, in_features: int = IN) -> tuple[torch.Tensor, torch.Tensor]:
+    distinct, order = LAYOUTS[layout]
+    torch.manual_seed(0)
+    grad = torch.randn(*distinct, OUT).to(dtype).expand(S, B, OUT)
+    x = torch.randn(*((S, B)[dim] for dim in order), in_features).to(dtype).permute(*order, 2)
+    return grad, x
+
+
+def exact(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return grad.double().reshape(-1, grad.shape[-1]).t() @ x.double().reshape(-1, x.shape[-1])
+
+
+@pytest.mark.parametrize("widen", [1, 40])
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("result", [BF16, FP32, FP64], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP32, FP64], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_gradient_is_as_near_fp64_as_with_rows_written_out(
+    layout: str, dtype: torch.dtype, result: torch.dtype, *, swapped: bool, widen: int
+) -> None:
+    """At a width of 280 bf16 rows are summed by the compiled kernel, where there is one."""
+    pair = operands(layout, dtype, in_features=widen * IN)
+    grad, x = reversed(pair) if swapped else pair
+    result = torch.promote_types(dtype, result)
+    ours = gemm.wgrad(grad, x, dtype=result)
+    assert ours.dtype == result
+    assert relative_error(ours, exact(grad, x)) < ROUNDING[result]
+    written_out = gemm.wgrad(grad.contiguous(), x.contiguous(), dtype=result)
+    assert_no_worse_than({"dw": ours}, {"dw": written_out}, {"dw": exact(grad, x)}, factor=3.0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "result", "num_parts"),
+    [(BF16, BF16, 2), (BF16, FP32, 3), (BF16, FP64, 7), (FP32, FP32, 1), (FP32, FP64, 3), (FP64, FP64, 1)],
+    ids=str,
+)
+def test_rows_are_distinct_rows_times_the_parts_of_a_sum(
+    dtype: torch.dtype, result: torch.dtype, num_parts: int
+) -> None:
+    grad, x = operands("dY over the batch", dtype)
+    left, right = wgrad_operands(grad, x, dtype=result)
+    assert (left.shape, right.shape) == ((S * num_parts, OUT), (S * num_parts, IN))
+    assert left.dtype == right.dtype == dtype
+    right, left = wgrad_operands(x, grad, dtype=result)
+    assert (left.shape, right.shape) == ((S * num_parts, OUT), (S * num_parts, IN))
+
+
+def test_a_narrower_result_does_not_narrow_the_sum() -> None:
+    grad, x = operands("dY over the batch", FP64)
+    _, right = wgrad_operands(grad, x, dtype=FP32)
+    assert torch.equal(right, x.sum(1))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "result", "fewest"), [(BF16, BF16, 3), (BF16, FP32, 4), (FP32, FP32, 2), (FP64, FP64, 2)], ids=str
+)
+def test_rows_are_summed_only_where_that_makes_them_fewer(dtype: torch.dtype, result: torch.dtype, fewest: int) -> None:
+    for repeats in range(1, 6):
+        grad, x = torch.randn(S, 1, OUT).to(dtype).expand(S, repeats, OUT), torch.randn(S, repeats, IN).to(dtype)
+        left, _ = wgrad_operands(grad, x, dtype=result)
+        assert (left.shape[0] < S * repeats) == (repeats >= fewest)
+
+
+def test_two_parts_hold_a_sum_that_one_does_not() -> None:
+    """256 + 1 + ... is no number of bf16: one part would lose what the seven other rows add."""
+    x = torch.ones(1, 8, 1, dtype=BF16)
+    x[:, 0] = 256
+    grad = torch.ones(1, 1, 1, dtype=BF16).expand(1, 8, 1)
+    assert gemm.wgrad(grad, x, dtype=FP32).item() == 263
+    x[:, 0] = 2048
+    two = torch.cat([torch.ones(1, 8, 1), -torch.ones(1, 8, 1)]).to(BF16)  # the second row takes 2048 away again
+    x = torch.cat([x, torch.full((1, 8, 1), 256.0, dtype=BF16)])
+    assert gemm.wgrad(two[:, :1].expand(2, 8, 1), x).item() == 7
+
+
+def test_both_operands_repeat_rows() -> None:
+    grad, x = torch.randn(S, 1, 1, OUT).expand(S, B, 3, OUT), torch.randn(S, 1, 3, IN).expand(S, B, 3, IN)
+    assert relative_error(gemm.wgrad(grad, x), exact(grad, x)) < 5e-7
+    other = torch.randn(1, B, 3, IN).expand(S, B, 3, IN)
+    assert relative_error(gemm.wgrad(grad, other), exact(grad, other)) < 5e-7
+
+
+def test_fp16_rows_are_written_out_since_their_sum_may_be_beyond_its_range() -> None:
+    grad = torch.full((1, 1, 1), 2.0**-10, dtype=FP16).expand(S, B, 1)
+    x = torch.full((S, B, 1), 60000.0, dtype=FP16)
+    assert gemm.wgrad(grad, x).item() == pytest.approx(S * B * 60000 / 1024, rel=1e-3)
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("in_gradient", [False, True])
+def test_what_is_not_finite_stays_so(value: float, *, in_gradient: bool) -> None:
+    grad, x = torch.randn(S, 1, OUT).to(BF16), torch.randn(S, B, IN).to(BF16)
+    (grad if in_gradient else x)[2, 0, 1] = value
+    ours = gemm.wgrad(grad.expand(S, B, OUT), x)
+    plain = gemm.wgrad(grad.expand(S, B, OUT).contiguous(), x)
+    assert torch.equal(ours.isfinite(), plain.isfinite())
+    assert not ours.isfinite().all()
+
+
+def test_no_rows_and_no_features() -> None:
+    grad = torch.randn(1, 1, OUT).expand(0, B, OUT)
+    assert torch.equal(gemm.wgrad(grad, torch.empty(0, B, IN)), torch.zeros(OUT, IN))
+    assert gemm.wgrad(torch.randn(1, OUT).expand(B, OUT), torch.empty(B, 0)).shape == (OUT, 0)
+    assert gemm.wgrad(torch.empty(1, 0).expand(B, 0), torch.randn(B, IN)).shape == (0, IN)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_step_sums_them_too(backend: str) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(S, B, IN).to(BF16), torch.randn(OUT, IN).to(BF16).requires_grad_()
+
+    def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return linear_with_grad_accumulation_and_async_allreduce(x, weight, None, *ALONE).float().sum(1)
+
+    def gradient(step: Callable[..., torch.Tensor]) -> torch.Tensor:
+        output = step(x, weight)
+        return torch.autograd.grad(output, weight, torch.ones_like(output))[0]
+
+    torch._dynamo.reset()
+    compiled = gradient(torch.compile(step, fullgraph=True, backend=backend))
+    torch._dynamo.reset()
+    assert relative_error(compiled, gradient(step)) < 2.0**-8
+    assert relative_error(compiled, exact(torch.ones(S, B, OUT), x)) < 2.0**-8
+
+
+def test_a_sum_over_the_batch_multiplies_each_distinct_row_twice() -> None:
+    """Once for each part of the sum of X: an eighth of the rows in dX and a quarter in dW, where both had all."""
+    x = torch.randn(S, B, IN).to(BF16).requires_grad_()
+    weight = torch.randn(OUT, IN).to(BF16).requires_grad_()
+    output = linear_with_grad_accumulation_and_async_allreduce(x, weight, None, *ALONE).sum(1)
+    with Recorder() as seen:
+        torch.autograd.grad(output, (x, weight), torch.randn(S, OUT).to(BF16))
+    products = [operation.shapes for operation in seen.operations if operation.name == "aten.mm"]
+    assert sorted(products) == sorted([((S, OUT), (OUT, IN)), ((OUT, 2 * S), (2 * S, IN))])
+    assert seen.count("aten.bmm") == 0
+
+
+def test_main_grad_holds_what_the_contract_asks() -> None:
+    grad, x = operands("dY over the batch", BF16)
+    for accumulate in (False, True):
+        main_grad = torch.randn(OUT, IN)
+        expected = exact(grad, x) + (main_grad.double() if accumulate else 0)
+        gemm.wgrad_into(main_grad, grad, x, accumulate=accumulate)
+        assert relative_error(main_grad, expected) < 1e-6
