@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from megatron_frozen.kernels import passes
-from megatron_frozen.layout import fold_pair, repeated_dims
+from megatron_frozen.layout import check_leading, fold_pair, repeated_dims
 
 # Binary digits of what a number holds. fp16 is not here: a sum of its numbers may lie beyond its range.
 _DIGITS = {torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
@@ -31,6 +31,7 @@ def wgrad_operands(
 
     Raises LayoutError where the leading dims differ."""
     if not (grad_output.is_contiguous() and total_input.is_contiguous()):
+        check_leading(grad_output, total_input)
         num_parts = _num_parts(total_input.dtype, dtype)
         if dims := _worth_summing(grad_output, num_parts=num_parts):
             return _summed(grad_output, total_input, dims=dims, dtype=dtype, num_parts=num_parts)
@@ -75,7 +76,7 @@ def _summed(
 def _parts_of_sums(tensor: torch.Tensor, *, dims: tuple[int, ...], dtype: torch.dtype, num_parts: int) -> torch.Tensor:
     """Return the sums [..., N] over ``dims``, made in ``dtype``, as [num_parts * R, N]."""
     kept = tuple(dim for dim in range(tensor.dim() - 1) if dim not in dims)
-    if passes.takes(tensor, max_leading=tensor.dim()):
+    if dtype is torch.float32 and passes.takes(tensor, max_leading=tensor.dim()):
         grouped = tensor.permute(*kept, *dims, -1).flatten(len(kept), -2)
         return passes.parts_of_sums(grouped.unsqueeze(0).flatten(0, -3), num_parts)
     rest_RN = _matrix(tensor.sum(dims, dtype=dtype))
@@ -83,7 +84,7 @@ def _parts_of_sums(tensor: torch.Tensor, *, dims: tuple[int, ...], dtype: torch.
     while len(parts) < num_parts:
         rest_RN = rest_RN - parts[-1]
         parts.append(rest_RN.to(tensor.dtype))
-    return torch.cat(parts)
+    return torch.cat(parts) if num_parts > 1 else parts[0]
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from megatron_frozen import gemm
 from megatron_frozen.diagnostics import Recorder
+from megatron_frozen.errors import LayoutError
 from megatron_frozen.functional import linear_with_grad_accumulation_and_async_allreduce
 from megatron_frozen.gemm.wgrad_operands import wgrad_operands
 from megatron_frozen.testing import assert_no_worse_than, relative_error
@@ -99,6 +100,28 @@ def test_two_parts_hold_a_sum_that_one_does_not() -> None:
     two = torch.cat([torch.ones(1, 8, 1), -torch.ones(1, 8, 1)]).to(BF16)  # the second row takes 2048 away again
     x = torch.cat([x, torch.full((1, 8, 1), 256.0, dtype=BF16)])
     assert gemm.wgrad(two[:, :1].expand(2, 8, 1), x).item() == 7
+
+
+def test_an_fp64_result_is_summed_in_fp64() -> None:
+    """1 beside 2^30 has no place in fp32, as the kernel sums."""
+    x = torch.ones(1, 8, 4096, dtype=BF16)
+    x[:, 0] = 2.0**30
+    assert gemm.wgrad(torch.ones(1, 1, 1, dtype=BF16).expand(1, 8, 1), x, dtype=FP64).eq(2.0**30 + 7).all()
+
+
+@pytest.mark.parametrize("lead", [(S, B + 1), (B, S), (S * B,), (S, B, 1)], ids=str)
+def test_other_leading_dims_are_refused(lead: tuple[int, ...]) -> None:
+    """Summed away, a dim of another size gave a gradient."""
+    grad = torch.randn(S, 1, OUT).expand(S, B, OUT)
+    with pytest.raises(LayoutError, match="give both operands the same leading dims"):
+        gemm.wgrad(grad, torch.randn(*lead, IN))
+
+
+def test_an_fp32_sum_is_not_copied() -> None:
+    grad, x = operands("dY over the batch", FP32)
+    with Recorder() as seen:
+        gemm.wgrad(grad, x)
+    assert seen.copied_bytes() == 0
 
 
 def test_both_operands_repeat_rows() -> None:
