@@ -194,16 +194,6 @@ def _common_order(
 _cached_order = lru_cache(maxsize=4096)(_common_order)
 
 
-def check_leading(first: torch.Tensor, second: torch.Tensor) -> None:
-    """Refuse operands [..., M] and [..., N] of a weight gradient whose leading dims differ. Raises LayoutError."""
-    lead, second_lead = first.shape[:-1], second.shape[:-1]
-    if lead != second_lead:
-        raise LayoutError(
-            f"a weight gradient was asked of leading dims {list(lead)} and {list(second_lead)}; "
-            f"give both operands the same leading dims"
-        )
-
-
 def fold_pair(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return [..., M] and [..., N] with equal leading dims as [R, M] and [R, N] whose rows stand in one common order.
 
@@ -212,9 +202,13 @@ def fold_pair(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, 
 
     Raises LayoutError where the leading dims differ.
     """
-    check_leading(first, second)
     *lead, first_width = first.shape
-    second_width = second.shape[-1]
+    *second_lead, second_width = second.shape
+    if lead != second_lead:
+        raise LayoutError(
+            f"a weight gradient was asked of leading dims {lead} and {second_lead}; "
+            f"give both operands the same leading dims"
+        )
     num_rows = 1
     for size in lead:
         num_rows *= size

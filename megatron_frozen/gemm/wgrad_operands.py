@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from megatron_frozen.kernels import passes
-from megatron_frozen.layout import check_leading, fold_pair, repeated_dims
+from megatron_frozen.layout import fold_pair, repeated_dims
 
 # Binary digits of what a number holds. fp16 is not here: a sum of its numbers may lie beyond its range.
 _DIGITS = {torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
@@ -30,8 +30,8 @@ def wgrad_operands(
     may make a gradient NaN that was infinite; none makes it finite. No collectives.
 
     Raises LayoutError where the leading dims differ."""
-    if not (grad_output.is_contiguous() and total_input.is_contiguous()):
-        check_leading(grad_output, total_input)
+    is_dense = grad_output.is_contiguous() and total_input.is_contiguous()
+    if not is_dense and grad_output.shape[:-1] == total_input.shape[:-1]:  # fold_pair refuses others
         num_parts = _num_parts(total_input.dtype, dtype)
         if dims := _worth_summing(grad_output, num_parts=num_parts):
             return _summed(grad_output, total_input, dims=dims, dtype=dtype, num_parts=num_parts)
