@@ -120,11 +120,6 @@ def _plan_fold(shape: tuple[int, ...], stride: tuple[int, ...]) -> Fold:
     return Fold(lead, distinct, num_rows, repeats, is_view=False, is_natural=natural)
 
 
-def repeated_dims(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the leading dims of a tensor [..., H] along which it holds one row more than once: those of stride 0."""
-    return tuple(d for d in range(tensor.dim() - 1) if tensor.stride(d) == 0 and tensor.shape[d] > 1)
-
-
 _cached_plan = lru_cache(maxsize=4096)(_plan_fold)
 
 
@@ -169,6 +164,11 @@ def _folded(tensor: torch.Tensor, fold: Fold) -> torch.Tensor:
     return keep.reshape(fold.num_rows, num_columns)
 
 
+def repeated_dims(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the leading dims of a tensor [..., H] along which it holds one row more than once: those of stride 0."""
+    return tuple(d for d in range(tensor.dim() - 1) if tensor.stride(d) == 0 and tensor.shape[d] > 1)
+
+
 def _common_order(
     lead: tuple[int, ...], *, first: tuple[int, ...], second: tuple[int, ...], first_is_larger: bool
 ) -> tuple[int, ...]:
@@ -198,7 +198,8 @@ def fold_pair(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, 
     """Return [..., M] and [..., N] with equal leading dims as [R, M] and [R, N] whose rows stand in one common order.
 
     This is what a weight gradient needs, as it sums over rows. Neither is copied where some order collapses
-    both; else the smaller one is. Stride-0 dims are written out, since the other tensor's rows differ along them.
+    both; else the smaller one is. Stride-0 dims are written out; ``gemm.wgrad_operands`` comes here where summing them
+    away would not make fewer rows.
 
     Raises LayoutError where the leading dims differ.
     """

@@ -30,10 +30,11 @@ class SplitLinear(torch.autograd.Function):
     Forward: X folded to [R, I]; Y = X W^T + b over the parts where they adjoin in memory, else over their one
         concatenation; in ``output_dtype`` straight from the operands if that is wider.
     Dgrad: dY folded to [R, O] and cast to X's dtype; dX = dY W, from the same memory as the forward.
-    Wgrad: the columns of dY whose parts train, and X, folded to one order of tokens, those along a dim of stride 0
-        summed first (``gemm.wgrad_operands``); one product, whose rows are returned in each part's ``grad_dtype``.
-        Columns that do not adjoin are copied beside each other first. Under ``gradient_accumulation_fusion`` each part
-        goes into its own ``main_grad`` (see ``main_grad``): one product where those adjoin too, else one for each.
+    Wgrad: the columns of dY whose parts train, and X, folded to one order of tokens; where one repeats its
+        rows, the other's are summed (``gemm.wgrad_operands``); one product, whose rows are returned in each part's
+        ``grad_dtype``. Columns that do not adjoin are copied beside each other first. Under
+        ``gradient_accumulation_fusion`` each part goes into its own ``main_grad`` (see ``main_grad``): one product
+        where those adjoin too, else one for each.
     Dbias: sum of dY over all leading dims, cut into the parts that require it, in their ``grad_dtype``.
     Collectives: forward, an all-gather of X under sequence parallelism; backward, that gather again if a part trains,
         and an all-reduce of the 2-D dX (``allreduce_dgrad``), whole or in pieces of rows, or its reduce-scatter while

@@ -25,8 +25,8 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
     Shapes: X [..., I] (its sequence shard [S/ranks, ..., I] under sequence parallelism), W [O, I], b [O], Y [..., O].
     Forward: X folded to [R, I]; Y = X W^T + b, in ``output_dtype`` straight from the operands if that is wider.
     Dgrad: dY folded to [R, O] and cast to W's dtype; dX = dY W.
-    Wgrad: dY and X folded to one order of tokens, those along a dim of stride 0 summed first (``gemm.wgrad_operands``);
-        dW = dY^T X, returned, or accumulated into ``weight.main_grad`` under ``gradient_accumulation_fusion`` (see
+    Wgrad: dY and X folded to one order of tokens; where one repeats its rows, the other's are summed
+        (``gemm.wgrad_operands``); dW = dY^T X, returned, or accumulated into ``weight.main_grad`` under ``gradient_accumulation_fusion`` (see
         ``main_grad``), or put off into ``grad_output_buffer``. It is returned in ``weight.grad_dtype``, straight from
         the operands, where that is wider than W's dtype.
     Dbias: sum of dY over all leading dims, if b requires grad, in ``bias.grad_dtype``.

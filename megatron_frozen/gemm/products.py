@@ -1,6 +1,6 @@
-"""The four products of a linear layer, each one product of matrices, outside autocast and outside autograd.
+"""The products of a linear layer, each one 2-D GEMM, outside autocast and outside autograd.
 
-Shape suffixes: T = tokens, I = in features, O = out features.
+Shape suffixes: T = tokens, R = rows, maybe fewer than tokens, I = in features, O = out features.
 """
 
 from __future__ import annotations
@@ -125,10 +125,10 @@ def wgrad(grad_output: torch.Tensor, total_input: torch.Tensor, *, dtype: torch.
 
     Raises LayoutError where the leading dims differ."""
     dtype = dtype or total_input.dtype
-    grad_TO, input_TI = wgrad_operands(grad_output, total_input, dtype=dtype)
-    if dtype is not input_TI.dtype:
-        return _widened(Product.WGRAD, grad_TO, input_TI, dtype=dtype)
-    return _mm(grad_TO.t(), input_TI)
+    grad_RO, input_RI = wgrad_operands(grad_output, total_input, dtype=dtype)
+    if dtype is not input_RI.dtype:
+        return _widened(Product.WGRAD, grad_RO, input_RI, dtype=dtype)
+    return _mm(grad_RO.t(), input_RI)
 
 
 def add_product_(total_TN: torch.Tensor, left_TK: torch.Tensor, right_KN: torch.Tensor) -> None:

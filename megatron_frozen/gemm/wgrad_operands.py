@@ -1,22 +1,25 @@
 """The two matrices whose product is a weight gradient, without the rows that an operand only repeats.
 
-dW = sum over tokens of dY_t^T X_t. Where dY repeats one row n times (stride 0: the gradient of a sum over a
-leading dim), the n products that it has a part in are one, with the sum of the n rows of X; and the same with dY and X
-exchanged. The sum is made in at least fp32. In bf16 it is handed on as two or three matrices that add up to it, each
-the rounding of what the ones before it left over (the split of a number that Dekker 1971 and, for matrix units,
-Markidis et al. 2018 use), one below the other, so that it is still one product.
+dW = sum over tokens of dY_t^T X_t. Where dY repeats one row n times (stride 0: the gradient of a sum over a leading
+dim), the n products that it has a part in are one, with the sum of the n rows of X; and the same with dY and X
+exchanged. The sum is made in at least fp32. Where the operands' dtype cannot hold it, it is handed on as several
+matrices that add up to it (bf16: two for a bf16 result, three for fp32), each the rounding of what the ones before it
+left over (the split of a number that Dekker 1971 and, for matrix units, Markidis et al. 2018 use), one below the other,
+so that it is still one product.
 
 Shape suffixes: R = rows of a fold, M = columns of dY, N = columns of X.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from megatron_frozen.kernels import passes
 from megatron_frozen.layout import fold_pair, repeated_dims
 
-# Binary digits of what a number holds. fp16 is not here: a sum of its numbers may lie beyond its range.
+# Significant binary digits. fp16 is not here: sums of everyday size leave its range of 65504.
 _DIGITS = {torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
 _GUARD_DIGITS = 8  # of the operands, beyond those of the result, so that its own rounding is the only one to be seen
 
@@ -26,17 +29,20 @@ def wgrad_operands(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return dY [..., M] and X [..., N] as [R, M] and [R, N] whose product dY^T X, rounded to ``dtype``, is dW [M, N].
 
-    Both keep their dtype. The rows are those of ``fold_pair``, or fewer where that makes fewer. An infinite element
-    may make a gradient NaN that was infinite; none makes it finite. No collectives.
+    Both keep their dtype. Where one repeats each row more often than the sum has parts, the other's are summed: the
+    parts are written, and of more than one part the distinct rows are copied for each. Else this is ``fold_pair``,
+    which says what it copies. An infinite element, or a sum beyond the range of fp32, may make a gradient infinite or
+    NaN that was not; no element that is not finite is lost. No collectives.
 
     Raises LayoutError where the leading dims differ."""
     is_dense = grad_output.is_contiguous() and total_input.is_contiguous()
     if not is_dense and grad_output.shape[:-1] == total_input.shape[:-1]:  # fold_pair refuses others
         num_parts = _num_parts(total_input.dtype, dtype)
-        if dims := _worth_summing(grad_output, num_parts=num_parts):
-            return _summed(grad_output, total_input, dims=dims, dtype=dtype, num_parts=num_parts)
-        if dims := _worth_summing(total_input, num_parts=num_parts):
-            input_RN, grad_RM = _summed(total_input, grad_output, dims=dims, dtype=dtype, num_parts=num_parts)
+        grad_repeats, input_repeats = _num_repeats(grad_output), _num_repeats(total_input)
+        if 0 < num_parts < max(grad_repeats, input_repeats):
+            if grad_repeats >= input_repeats:
+                return _summed(grad_output, total_input, dtype=dtype, num_parts=num_parts)
+            input_RN, grad_RM = _summed(total_input, grad_output, dtype=dtype, num_parts=num_parts)
             return grad_RM, input_RN
     return fold_pair(grad_output, total_input)
 
@@ -53,24 +59,20 @@ def _wide(operand: torch.dtype, result: torch.dtype) -> torch.dtype:
     return torch.promote_types(torch.promote_types(operand, result), torch.float32)
 
 
-def _worth_summing(tensor: torch.Tensor, *, num_parts: int) -> tuple[int, ...]:
-    """Return the dims along which the tensor repeats its rows, if more often than the sum has parts."""
-    dims = repeated_dims(tensor)
-    repeats = 1
-    for dim in dims:
-        repeats *= tensor.shape[dim]
-    return dims if 0 < num_parts < repeats else ()
+def _num_repeats(tensor: torch.Tensor) -> int:
+    return math.prod(tensor.shape[dim] for dim in repeated_dims(tensor))
 
 
 def _summed(
-    repeating: torch.Tensor, other: torch.Tensor, *, dims: tuple[int, ...], dtype: torch.dtype, num_parts: int
+    repeating: torch.Tensor, other: torch.Tensor, *, dtype: torch.dtype, num_parts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the distinct rows of ``repeating``, once for each part, and beside them the parts of the other's sums."""
+    dims = repeated_dims(repeating)
     for dim in reversed(dims):
         repeating = repeating.select(dim, 0)
     distinct_RM = _matrix(repeating)
     parts_RN = _parts_of_sums(other, dims=dims, dtype=_wide(other.dtype, dtype), num_parts=num_parts)
-    return distinct_RM if num_parts == 1 else distinct_RM.repeat(num_parts, 1), parts_RN
+    return distinct_RM if num_parts == 1 else torch.cat([distinct_RM] * num_parts), parts_RN
 
 
 def _parts_of_sums(tensor: torch.Tensor, *, dims: tuple[int, ...], dtype: torch.dtype, num_parts: int) -> torch.Tensor:

@@ -89,7 +89,9 @@ def test_ours_copies_nothing_where_no_copy_is_needed(written: tuple[Path, list[d
     assert len(ours) == 3 * len(SMALL)
     assert {row["batched_products"] for row in ours} == {"0"}
     for row in ours:
-        if row["product"] == BOTH and row["repeats"] != "1":  # the parts of sums, where no kernel writes them in place
+        if (
+            row["product"] == BOTH and row["repeats"] != "1"
+        ):  # dY's rows for each part, and the parts without our kernels
             assert int(row["copied_bytes"]) < 2 * math.prod(map(int, row["shape"].split("x"))), row
         else:
             assert (int(row["copied_bytes"]) == 0) == (row["needs_copy"] == "False"), row

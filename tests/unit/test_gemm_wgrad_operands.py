@@ -91,15 +91,11 @@ def test_rows_are_summed_only_where_that_makes_them_fewer(dtype: torch.dtype, re
 
 
 def test_two_parts_hold_a_sum_that_one_does_not() -> None:
-    """256 + 1 + ... is no number of bf16: one part would lose what the seven other rows add."""
-    x = torch.ones(1, 8, 1, dtype=BF16)
-    x[:, 0] = 256
-    grad = torch.ones(1, 1, 1, dtype=BF16).expand(1, 8, 1)
-    assert gemm.wgrad(grad, x, dtype=FP32).item() == 263
-    x[:, 0] = 2048
-    two = torch.cat([torch.ones(1, 8, 1), -torch.ones(1, 8, 1)]).to(BF16)  # the second row takes 2048 away again
-    x = torch.cat([x, torch.full((1, 8, 1), 256.0, dtype=BF16)])
-    assert gemm.wgrad(two[:, :1].expand(2, 8, 1), x).item() == 7
+    """2055 is 2048 in bf16: of one part, less 2048, nothing would be left."""
+    x = torch.ones(2, 8, 1, dtype=BF16)
+    x[0, 0], x[1] = 2048, 256
+    grad = torch.tensor([1.0, -1.0]).to(BF16).view(2, 1, 1).expand(2, 8, 1)
+    assert gemm.wgrad(grad, x).item() == 7
 
 
 def test_an_fp64_result_is_summed_in_fp64() -> None:
@@ -127,6 +123,9 @@ def test_an_fp32_sum_is_not_copied() -> None:
 def test_both_operands_repeat_rows() -> None:
     grad, x = torch.randn(S, 1, 1, OUT).expand(S, B, 3, OUT), torch.randn(S, 1, 3, IN).expand(S, B, 3, IN)
     assert relative_error(gemm.wgrad(grad, x), exact(grad, x)) < 5e-7
+    few, many = torch.randn(4, 64, 1, OUT).to(BF16).expand(4, 64, 3, OUT), torch.randn(4, 1, 3, IN).to(BF16)
+    left, _ = wgrad_operands(few, many.expand(4, 64, 3, IN), dtype=BF16)
+    assert left.shape[0] == 2 * 4 * 3  # of 768: X repeats more rows than dY
     other = torch.randn(1, B, 3, IN).expand(S, B, 3, IN)
     assert relative_error(gemm.wgrad(grad, other), exact(grad, other)) < 5e-7
 
@@ -174,8 +173,8 @@ def test_a_compiled_step_sums_them_too(backend: str) -> None:
     assert relative_error(compiled, exact(torch.ones(S, B, OUT), x)) < 2.0**-8
 
 
-def test_a_sum_over_the_batch_multiplies_each_distinct_row_twice() -> None:
-    """Once for each part of the sum of X: an eighth of the rows in dX and a quarter in dW, where both had all."""
+def test_a_sum_over_the_batch_multiplies_distinct_rows_only() -> None:
+    """dX has an eighth of the rows, dW a quarter: the distinct ones, once for each of two parts."""
     x = torch.randn(S, B, IN).to(BF16).requires_grad_()
     weight = torch.randn(OUT, IN).to(BF16).requires_grad_()
     output = linear_with_grad_accumulation_and_async_allreduce(x, weight, None, *ALONE).sum(1)

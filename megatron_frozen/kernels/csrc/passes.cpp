@@ -8,7 +8,7 @@
 namespace {
 
 constexpr long ROWS = 32;     // of a piece of work
-constexpr long STRIP = 2048;  // columns of one, where they are summed: memory is read by long strips
+constexpr long STRIP = 2048;  // columns of a piece, where rows are summed: long reads, sums in cache
 
 struct Rows {  // [outer, inner, width], width dense
     bf16* at;
@@ -223,7 +223,7 @@ void mf_parts_of_sums(const Torch* torch, unsigned num_threads, const Shape* sha
                 for (const long end = std::min(shape.inner, k + ROWS); k < end; k++)
                     each_vector(width, [&](long j, __mmask16 mask) {
                         const bf16* at = x + k * rows->inner_stride + j;
-                        _mm_prefetch(at + rows->inner_stride, _MM_HINT_T0);  // of the next row, a third of the time
+                        _mm_prefetch(at + rows->inner_stride, _MM_HINT_T0);  // the next row's
                         some[j / LANES] = _mm512_add_ps(some[j / LANES], load(at, mask));
                     });
                 each_vector(width, [&](long j, __mmask16) {
