@@ -26,9 +26,9 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
     Forward: X folded to [R, I]; Y = X W^T + b, in ``output_dtype`` straight from the operands if that is wider.
     Dgrad: dY folded to [R, O] and cast to W's dtype; dX = dY W.
     Wgrad: dY and X folded to one order of tokens; where one repeats its rows, the other's are summed
-        (``gemm.wgrad_operands``); dW = dY^T X, returned, or accumulated into ``weight.main_grad`` under ``gradient_accumulation_fusion`` (see
-        ``main_grad``), or put off into ``grad_output_buffer``. It is returned in ``weight.grad_dtype``, straight from
-        the operands, where that is wider than W's dtype.
+        (``gemm.wgrad_operands``); dW = dY^T X, returned, or accumulated into ``weight.main_grad`` under
+        ``gradient_accumulation_fusion`` (see ``main_grad``), or put off into ``grad_output_buffer``. It is returned in
+        ``weight.grad_dtype``, straight from the operands, where that is wider than W's dtype.
     Dbias: sum of dY over all leading dims, if b requires grad, in ``bias.grad_dtype``.
     Collectives: those of ``plan``: forward, an all-gather of X under sequence parallelism; backward, that gather again
         while dX is multiplied, and an all-reduce of the 2-D dX, whole or in pieces of rows, or its reduce-scatter
