@@ -12,8 +12,6 @@ Shape suffixes: R = rows of a fold, M = columns of dY, N = columns of X.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from megatron_frozen.kernels import passes
@@ -60,7 +58,10 @@ def _wide(operand: torch.dtype, result: torch.dtype) -> torch.dtype:
 
 
 def _num_repeats(tensor: torch.Tensor) -> int:
-    return math.prod(tensor.shape[dim] for dim in repeated_dims(tensor))
+    repeats = 1
+    for dim in repeated_dims(tensor):  # a graph takes no math.prod of sizes that are symbols
+        repeats *= tensor.shape[dim]
+    return repeats
 
 
 def _summed(
