@@ -12,6 +12,8 @@ Shape suffixes: R = rows of a fold, M = columns of dY, N = columns of X.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from megatron_frozen.kernels import passes
@@ -29,12 +31,14 @@ def wgrad_operands(
 
     Both keep their dtype. Where one repeats each row more often than the sum has parts, the other's are summed: the
     parts are written, and of more than one part the distinct rows are copied for each. Else this is ``fold_pair``,
-    which says what it copies. An infinite element, or a sum beyond the range of fp32, may make a gradient infinite or
-    NaN that was not; no element that is not finite is lost. No collectives.
+    which says what it copies, as in a compiled graph. An infinite element, or a sum beyond the range of the operands'
+    dtype, may make a gradient infinite or NaN that was not; no element that is not finite is lost. No collectives.
 
     Raises LayoutError where the leading dims differ."""
     is_dense = grad_output.is_contiguous() and total_input.is_contiguous()
-    if not is_dense and grad_output.shape[:-1] == total_input.shape[:-1]:  # fold_pair refuses others
+    # Inductor takes the rounding out of what is left over, which loses the parts but the first.
+    may_sum = not is_dense and not torch.compiler.is_compiling()
+    if may_sum and grad_output.shape[:-1] == total_input.shape[:-1]:  # fold_pair refuses others
         num_parts = _num_parts(total_input.dtype, dtype)
         grad_repeats, input_repeats = _num_repeats(grad_output), _num_repeats(total_input)
         if 0 < num_parts < max(grad_repeats, input_repeats):
@@ -58,10 +62,7 @@ def _wide(operand: torch.dtype, result: torch.dtype) -> torch.dtype:
 
 
 def _num_repeats(tensor: torch.Tensor) -> int:
-    repeats = 1
-    for dim in repeated_dims(tensor):  # a graph takes no math.prod of sizes that are symbols
-        repeats *= tensor.shape[dim]
-    return repeats
+    return math.prod(tensor.shape[dim] for dim in repeated_dims(tensor))
 
 
 def _summed(
@@ -91,4 +92,4 @@ def _parts_of_sums(tensor: torch.Tensor, *, dims: tuple[int, ...], dtype: torch.
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.unsqueeze(0).flatten(0, -2)
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])

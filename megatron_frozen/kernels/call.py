@@ -48,12 +48,16 @@ def has_operators(kind: type) -> bool:
 
 def in_memory(*tensors: torch.Tensor) -> bool:
     """Return whether kernels find these tensors, and what is made from them, at an address: none is of a class with
-    operators of its own (DTensor, fake tensors), wrapped by a transform such as vmap or zero without memory, no such
+    operators of its own (DTensor, fake tensors), wrapped by a transform such as vmap or zero without memory or negated
+    in name only, no such
     transform is at work, which wraps what is made, and no fake tensors are made nor a graph recorded."""
     return (
         not torch._C._are_functorch_transforms_active()
         and all(
-            not has_operators(type(tensor)) and torch._C._has_storage(tensor) and not tensor._is_zerotensor()
+            not has_operators(type(tensor))
+            and torch._C._has_storage(tensor)
+            and not tensor._is_zerotensor()
+            and not tensor.is_neg()
             for tensor in tensors
         )
         and not any(map(torch._C._get_dispatch_mode, _UNREAL_MODES))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -154,23 +152,36 @@ def test_no_rows_and_no_features() -> None:
     assert gemm.wgrad(torch.empty(1, 0).expand(B, 0), torch.randn(B, IN)).shape == (0, IN)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_compiled_step_sums_them_too(backend: str) -> None:
+def test_a_compiled_gradient_keeps_all_digits(backend: str, dtype: torch.dtype) -> None:
+    """Of the parts of a sum inductor kept the first: rows that cancel were 14 % off."""
     torch.manual_seed(0)
-    x, weight = torch.randn(S, B, IN).to(BF16), torch.randn(OUT, IN).to(BF16).requires_grad_()
+    x, grad = torch.randn(16, 64, 32).to(BF16) + 10, torch.randn(16, 1, OUT)
+    grad = (grad - grad.mean(0)).to(BF16)
 
-    def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return linear_with_grad_accumulation_and_async_allreduce(x, weight, None, *ALONE).float().sum(1)
-
-    def gradient(step: Callable[..., torch.Tensor]) -> torch.Tensor:
-        output = step(x, weight)
-        return torch.autograd.grad(output, weight, torch.ones_like(output))[0]
+    def gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return gemm.wgrad(grad.expand(-1, 64, -1), x, dtype=dtype)
 
     torch._dynamo.reset()
-    compiled = gradient(torch.compile(step, fullgraph=True, backend=backend))
+    compiled = torch.compile(gradient, fullgraph=True, backend=backend)(grad, x)
     torch._dynamo.reset()
-    assert relative_error(compiled, gradient(step)) < 2.0**-8
-    assert relative_error(compiled, exact(torch.ones(S, B, OUT), x)) < 2.0**-8
+    assert relative_error(compiled, exact(grad.expand(-1, 64, -1), x)) < (2.0**-8 if dtype is BF16 else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_batched_gradients(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(S, B, IN).to(dtype), torch.randn(OUT, IN).to(dtype).requires_grad_()
+    output = linear_with_grad_accumulation_and_async_allreduce(x, weight, None, *ALONE).sum(1)
+    upstream = torch.randn(3, S, OUT).to(dtype)
+    (together,) = torch.autograd.grad(output, weight, upstream, is_grads_batched=True, retain_graph=True)
+    for grad, ours in zip(upstream, together, strict=True):
+        assert relative_error(ours, exact(grad[:, None].expand(S, B, OUT), x)) < ROUNDING[dtype]
+
+
+def test_a_tensor_negated_in_name_only() -> None:
+    grad, x = operands("dY over the batch", BF16, in_features=40 * IN)
+    assert torch.equal(gemm.wgrad(grad, torch._neg_view(x)), gemm.wgrad(grad, -x))
 
 
 def test_a_sum_over_the_batch_multiplies_distinct_rows_only() -> None:
