@@ -94,10 +94,16 @@ def _slowest_first(dims: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int
     return tuple(order)
 
 
+def repeated_dims(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the leading dims along which a tensor [..., H] holds one row more than once: those of stride 0."""
+    return tuple(dim for dim in range(len(shape) - 1) if stride[dim] == 0 and shape[dim] > 1)
+
+
 def _plan_fold(shape: tuple[int, ...], stride: tuple[int, ...]) -> Fold:
     lead, lead_stride = shape[:-1], stride[:-1]
     dims = range(len(lead))
-    distinct = tuple(d for d in dims if lead[d] != 1 and (lead_stride[d] != 0 or lead[d] == 0))
+    repeated = repeated_dims(shape, stride)
+    distinct = tuple(d for d in dims if lead[d] != 1 and d not in repeated)
     num_rows = 1
     repeats = 1
     for d in dims:
@@ -162,11 +168,6 @@ def _folded(tensor: torch.Tensor, fold: Fold) -> torch.Tensor:
     if not fold.is_view:
         keep = keep.contiguous()
     return keep.reshape(fold.num_rows, num_columns)
-
-
-def repeated_dims(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the leading dims of a tensor [..., H] along which it holds one row more than once: those of stride 0."""
-    return tuple(d for d in range(tensor.dim() - 1) if tensor.stride(d) == 0 and tensor.shape[d] > 1)
 
 
 def _common_order(

@@ -40,11 +40,12 @@ def wgrad_operands(
     may_sum = not is_dense and not torch.compiler.is_compiling()
     if may_sum and grad_output.shape[:-1] == total_input.shape[:-1]:  # fold_pair refuses others
         num_parts = _num_parts(total_input.dtype, dtype)
-        grad_repeats, input_repeats = _num_repeats(grad_output), _num_repeats(total_input)
+        grad_dims, grad_repeats = _repeats(grad_output)
+        input_dims, input_repeats = _repeats(total_input)
         if 0 < num_parts < max(grad_repeats, input_repeats):
             if grad_repeats >= input_repeats:
-                return _summed(grad_output, total_input, dtype=dtype, num_parts=num_parts)
-            input_RN, grad_RM = _summed(total_input, grad_output, dtype=dtype, num_parts=num_parts)
+                return _summed(grad_output, total_input, dims=grad_dims, dtype=dtype, num_parts=num_parts)
+            input_RN, grad_RM = _summed(total_input, grad_output, dims=input_dims, dtype=dtype, num_parts=num_parts)
             return grad_RM, input_RN
     return fold_pair(grad_output, total_input)
 
@@ -61,15 +62,17 @@ def _wide(operand: torch.dtype, result: torch.dtype) -> torch.dtype:
     return torch.promote_types(torch.promote_types(operand, result), torch.float32)
 
 
-def _num_repeats(tensor: torch.Tensor) -> int:
-    return math.prod(tensor.shape[dim] for dim in repeated_dims(tensor))
+def _repeats(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
+    """Return the dims along which rows repeat, and how often each row stands there."""
+    dims = repeated_dims(tensor.shape, tensor.stride())
+    return dims, math.prod(tensor.shape[dim] for dim in dims)
 
 
 def _summed(
-    repeating: torch.Tensor, other: torch.Tensor, *, dtype: torch.dtype, num_parts: int
+    repeating: torch.Tensor, other: torch.Tensor, *, dims: tuple[int, ...], dtype: torch.dtype, num_parts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the distinct rows of ``repeating``, once for each part, and beside them the parts of the other's sums."""
-    dims = repeated_dims(repeating)
+    """Return the distinct rows of ``repeating``, once for each part, and beside them the parts of the other's sums over
+    ``dims``, along which it repeats them."""
     for dim in reversed(dims):
         repeating = repeating.select(dim, 0)
     distinct_RM = _matrix(repeating)

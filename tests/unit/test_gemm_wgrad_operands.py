@@ -39,8 +39,11 @@ def exact(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("widen", [1, 40])
 @pytest.mark.parametrize("swapped", [False, True])
-@pytest.mark.parametrize("result", [BF16, FP32, FP64], ids=str)
-@pytest.mark.parametrize("dtype", [BF16, FP32, FP64], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "result"),
+    [(BF16, BF16), (BF16, FP32), (BF16, FP64), (FP32, FP32), (FP32, FP64), (FP64, FP64)],
+    ids=str,
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_gradient_is_as_near_fp64_as_with_rows_written_out(
     layout: str, dtype: torch.dtype, result: torch.dtype, *, swapped: bool, widen: int
@@ -48,12 +51,11 @@ def test_the_gradient_is_as_near_fp64_as_with_rows_written_out(
     """At a width of 280 bf16 rows are summed by the compiled kernel, where there is one."""
     pair = operands(layout, dtype, in_features=widen * IN)
     grad, x = reversed(pair) if swapped else pair
-    result = torch.promote_types(dtype, result)
     ours = gemm.wgrad(grad, x, dtype=result)
     assert ours.dtype == result
     assert relative_error(ours, exact(grad, x)) < ROUNDING[result]
     written_out = gemm.wgrad(grad.contiguous(), x.contiguous(), dtype=result)
-    assert_no_worse_than({"dw": ours}, {"dw": written_out}, {"dw": exact(grad, x)}, factor=3.0)
+    assert_no_worse_than({"dw": ours}, {"dw": written_out}, {"dw": exact(grad, x)})
 
 
 @pytest.mark.parametrize(

@@ -212,15 +212,16 @@ void mf_parts_of_sums(const Torch* torch, unsigned num_threads, const Shape* sha
                       long num_parts) {
     const Shape& shape = *shape_;
     const long strips = (shape.width + STRIP - 1) / STRIP;
+    const long group = std::max(ROWS, std::lround(std::sqrt(shape.inner)));  // of rows: few sums of few, less rounding
     on_threads(*torch, num_threads, shape.outer * strips, [&](Pieces& pieces) {
         Floats sums[STRIP / LANES], some[STRIP / LANES];
         for (long piece; pieces.take(piece);) {
             const long i = piece / strips, start = piece % strips * STRIP, width = std::min(STRIP, shape.width - start);
             const bf16* x = rows->at + i * rows->outer_stride + start;
             std::fill_n(sums, (width + LANES - 1) / LANES, _mm512_setzero_ps());
-            for (long k = 0; k < shape.inner;) {  // by sums of sums, whose error does not grow with their number
+            for (long k = 0; k < shape.inner;) {
                 std::fill_n(some, (width + LANES - 1) / LANES, _mm512_setzero_ps());
-                for (const long end = std::min(shape.inner, k + ROWS); k < end; k++)
+                for (const long end = std::min(shape.inner, k + group); k < end; k++)
                     each_vector(width, [&](long j, __mmask16 mask) {
                         const bf16* at = x + k * rows->inner_stride + j;
                         _mm_prefetch(at + rows->inner_stride, _MM_HINT_T0);  // the next row's
