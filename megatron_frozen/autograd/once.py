@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.autograd import function
 
+from megatron_frozen import gemm
+
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``backward``, which refuses to be differentiated itself, as torch's decorator of this name makes it.
@@ -17,11 +19,17 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     and looks at its results, which is a twentieth of what a small linear costs. With it torch's refuses only where an
     incoming gradient requires one, and else gives results that pass for constants; but they depend on the saved tensors
     too, as dX = dY W does on W, and what a gradient penalty owes to these would be missing in silence.
+
+    A backward that is called inside the user's autocast runs outside it: what it is made of has its dtypes already, and
+    torch refuses to put bf16 tensors beside each other under an autocast to fp16.
     """
     checked = function.once_differentiable(backward)
 
     @functools.wraps(backward)
     def once(ctx: Any, *grads: torch.Tensor) -> Any:
+        if gemm.autocast_is_on(grads[0]):
+            with gemm.without_autocast(grads[0]):
+                return once(ctx, *grads)
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
         return checked(ctx, *(grads if torch.compiler.is_compiling() else map(_requiring_grad, grads)))

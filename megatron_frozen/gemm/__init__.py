@@ -1,6 +1,7 @@
 """The only place that multiplies matrices; inside attention, and in C++ for ``brgemm``, ``kernels`` does it."""
 
 from megatron_frozen.gemm.autocast import autocast_is_on as autocast_is_on
+from megatron_frozen.gemm.autocast import without_autocast as without_autocast
 from megatron_frozen.gemm.joined import joined_dgrad as joined_dgrad
 from megatron_frozen.gemm.joined import joined_forward as joined_forward
 from megatron_frozen.gemm.products import add_product_ as add_product_

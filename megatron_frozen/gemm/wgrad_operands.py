@@ -3,9 +3,9 @@
 dW = sum over tokens of dY_t^T X_t. Where dY repeats one row n times (stride 0: the gradient of a sum over a leading
 dim), the n products that it has a part in are one, with the sum of the n rows of X; and the same with dY and X
 exchanged. The sum is made in at least fp32. Where the operands' dtype cannot hold it, it is handed on as several
-matrices that add up to it (bf16: two for a bf16 result, three for fp32), each the rounding of what the ones before it
-left over (the split of a number that Dekker 1971 and, for matrix units, Markidis et al. 2018 use), one below the other,
-so that it is still one product.
+matrices that add up to it (bf16: for a bf16 result of up to 16 repeats two, else three), each the rounding of what the
+ones before it left over (the split of a number that Dekker 1971 and, for matrix units, Markidis et al. 2018 use), one
+below the other, so that it is still one product.
 
 Shape suffixes: R = rows of a fold, M = columns of dY, N = columns of X.
 """
@@ -16,12 +16,15 @@ import math
 
 import torch
 
-from megatron_frozen.kernels import passes
+from megatron_frozen.gemm.autocast import without_autocast
+from megatron_frozen.kernels import is_recording, passes
 from megatron_frozen.layout import fold_pair, repeated_dims
 
 # Significant binary digits. fp16 is not here: sums of everyday size leave its range of 65504.
 _DIGITS = {torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
-_GUARD_DIGITS = 8  # of the operands, beyond those of the result, so that its own rounding is the only one to be seen
+# Beyond those of the result and of the number of rows, which sums that cancel all but for a row of each lose: then the
+# result's own rounding is the only one to be seen.
+_GUARD_DIGITS = 4
 
 
 def wgrad_operands(
@@ -37,24 +40,26 @@ def wgrad_operands(
     Raises LayoutError where the leading dims differ."""
     is_dense = grad_output.is_contiguous() and total_input.is_contiguous()
     # Inductor takes the rounding out of what is left over, which loses the parts but the first.
-    may_sum = not is_dense and not torch.compiler.is_compiling()
+    may_sum = not is_dense and not torch.compiler.is_compiling() and not is_recording()
     if may_sum and grad_output.shape[:-1] == total_input.shape[:-1]:  # fold_pair refuses others
-        num_parts = _num_parts(total_input.dtype, dtype)
         grad_dims, grad_repeats = _repeats(grad_output)
         input_dims, input_repeats = _repeats(total_input)
-        if 0 < num_parts < max(grad_repeats, input_repeats):
-            if grad_repeats >= input_repeats:
-                return _summed(grad_output, total_input, dims=grad_dims, dtype=dtype, num_parts=num_parts)
-            input_RN, grad_RM = _summed(total_input, grad_output, dims=input_dims, dtype=dtype, num_parts=num_parts)
-            return grad_RM, input_RN
+        repeats = max(grad_repeats, input_repeats)
+        num_parts = _num_parts(total_input.dtype, dtype, num_summed=repeats)
+        if 0 < num_parts < repeats:
+            with without_autocast(total_input):
+                if grad_repeats == repeats:
+                    return _summed(grad_output, total_input, dims=grad_dims, dtype=dtype, num_parts=num_parts)
+                input_RN, grad_RM = _summed(total_input, grad_output, dims=input_dims, dtype=dtype, num_parts=num_parts)
+                return grad_RM, input_RN
     return fold_pair(grad_output, total_input)
 
 
-def _num_parts(operand: torch.dtype, result: torch.dtype) -> int:
+def _num_parts(operand: torch.dtype, result: torch.dtype, *, num_summed: int) -> int:
     """Return how many matrices in the operands' dtype a sum of their rows must be cut into; 0 if none can hold it."""
     if operand not in _DIGITS or result not in _DIGITS:
         return 0
-    digits = min(_DIGITS[_wide(operand, result)], _DIGITS[result] + _GUARD_DIGITS)
+    digits = min(_DIGITS[_wide(operand, result)], _DIGITS[result] + (num_summed - 1).bit_length() + _GUARD_DIGITS)
     return -(-digits // _DIGITS[operand])
 
 
@@ -83,10 +88,15 @@ def _summed(
 def _parts_of_sums(tensor: torch.Tensor, *, dims: tuple[int, ...], dtype: torch.dtype, num_parts: int) -> torch.Tensor:
     """Return the sums [..., N] over ``dims``, made in ``dtype``, as [num_parts * R, N]."""
     kept = tuple(dim for dim in range(tensor.dim() - 1) if dim not in dims)
-    if dtype is torch.float32 and passes.takes(tensor, max_leading=tensor.dim()):
+    times = 1  # that each row stands in the tensor, which is exact where torch's sum of so many equal ones is not
+    for dim in dims:
+        if tensor.stride(dim) == 0:
+            times *= tensor.shape[dim]
+            tensor = tensor.narrow(dim, 0, 1)
+    if times == 1 and dtype is torch.float32 and passes.takes(tensor, max_leading=tensor.dim()):
         grouped = tensor.permute(*kept, *dims, -1).flatten(len(kept), -2)
         return passes.parts_of_sums(grouped.unsqueeze(0).flatten(0, -3), num_parts)
-    rest_RN = _matrix(tensor.sum(dims, dtype=dtype))
+    rest_RN = _matrix(tensor.sum(dims, dtype=dtype)).mul_(times)
     parts = [rest_RN.to(tensor.dtype)]
     while len(parts) < num_parts:
         rest_RN = rest_RN - parts[-1]

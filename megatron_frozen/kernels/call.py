@@ -25,7 +25,7 @@ NEEDED = (
     "_ZN6fbgemm14transpose_simdIfEEvllPKT_lPS1_l",
 )
 _PARALLEL = "GOMP_parallel"
-_UNREAL_MODES = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
+_FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
 _DISPATCH = "__torch_dispatch__"  # no name that pyright knows
 LONG, POINTER = ctypes.c_long, ctypes.c_void_p
 
@@ -46,11 +46,16 @@ def has_operators(kind: type) -> bool:
     return getattr(kind, _DISPATCH) is not getattr(torch.Tensor, _DISPATCH)
 
 
+def is_recording() -> bool:
+    """Return whether a graph of what is called is recorded, by torch.fx (make_fx, torch.export) or torch.jit.trace."""
+    return torch._C._get_dispatch_mode(_PROXY) is not None or torch._C._get_tracing_state() is not None
+
+
 def in_memory(*tensors: torch.Tensor) -> bool:
     """Return whether kernels find these tensors, and what is made from them, at an address: none is of a class with
-    operators of its own (DTensor, fake tensors), wrapped by a transform such as vmap or zero without memory or negated
-    in name only, no such
-    transform is at work, which wraps what is made, and no fake tensors are made nor a graph recorded."""
+    operators of its own (DTensor, fake tensors), wrapped by a transform such as vmap, zero without memory or negated
+    in name only, no such transform is at work, which wraps what is made, no fake tensors are made and no graph is
+    recorded."""
     return (
         not torch._C._are_functorch_transforms_active()
         and all(
@@ -60,5 +65,6 @@ def in_memory(*tensors: torch.Tensor) -> bool:
             and not tensor.is_neg()
             for tensor in tensors
         )
-        and not any(map(torch._C._get_dispatch_mode, _UNREAL_MODES))
+        and torch._C._get_dispatch_mode(_FAKE) is None
+        and not is_recording()
     )
