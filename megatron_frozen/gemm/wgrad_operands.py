@@ -96,7 +96,9 @@ def _parts_of_sums(tensor: torch.Tensor, *, dims: tuple[int, ...], dtype: torch.
     if times == 1 and dtype is torch.float32 and passes.takes(tensor, max_leading=tensor.dim()):
         grouped = tensor.permute(*kept, *dims, -1).flatten(len(kept), -2)
         return passes.parts_of_sums(grouped.unsqueeze(0).flatten(0, -3), num_parts)
-    rest_RN = _matrix(tensor.sum(dims, dtype=dtype)).mul_(times)
+    rest_RN = _matrix(tensor.sum(dims, dtype=dtype))
+    if times > 1:
+        rest_RN.mul_(times)
     parts = [rest_RN.to(tensor.dtype)]
     while len(parts) < num_parts:
         rest_RN = rest_RN - parts[-1]

@@ -182,10 +182,10 @@ def test_a_recorded_gradient_multiplies_all_rows(width: int) -> None:
 
     expected = exact(grad.expand(-1, 64, -1), x)
     recorded = make_fx(gradient)(grad, x)
-    assert isinstance(recorded, torch.fx.GraphModule)
     assert relative_error(torch.compile(recorded)(grad, x), expected) < 2.0**-8
     torch._dynamo.reset()
     traced = torch.jit.trace(gradient, (grad, x))
+    assert callable(traced)
     assert relative_error(traced(grad, x), expected) < 2.0**-8
 
 
