@@ -185,7 +185,7 @@ def test_a_recorded_gradient_multiplies_all_rows(width: int) -> None:
     assert relative_error(torch.compile(recorded)(grad, x), expected) < 2.0**-8
     torch._dynamo.reset()
     traced = torch.jit.trace(gradient, (grad, x))
-    assert callable(traced)
+    assert isinstance(traced, torch.jit.ScriptFunction)
     assert relative_error(traced(grad, x), expected) < 2.0**-8
 
 
