@@ -1,7 +1,7 @@
 """Training steps of several ways, each in a process of its own, one step at a time in turn.
 
 A process of its own gives each way its own peak of memory and its own compiler; taking turns lets whatever else the
-machine does hit all of them.
+machine does hit all of them. The peak leaves out a way's first step, which may compile.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Run:
     figures: list[Mapping[str, float]] = field(default_factory=list)
     """What each step returned, with its time under ``seconds``."""
     peak_mib: float = 0.0
-    """Highest resident size of the process while it stepped."""
+    """Highest resident size of the process since the end of its first step; NaN where the system does not count it from
+    there."""
 
     def all(self, figure: str) -> list[float]:
         """Return one figure of all steps."""
@@ -125,12 +126,18 @@ def _serve(end: Connection, build: Build, threads: int) -> None:
     try:
         torch.set_num_threads(threads)
         step = build()
-        with peak_mib() as peak:
-            end.send({})
+        end.send({})
+        figures = _timed(step, end.recv())
+        with peak_mib() as peak:  # begins before the answer: free pages go back while no other way steps
+            end.send(figures)
             while (index := end.recv()) is not None:
-                start = time.perf_counter()
-                figures = step(index)
-                end.send({**figures, "seconds": time.perf_counter() - start})
+                end.send(_timed(step, index))
         end.send({"peak_mib": peak()})
     except BaseException:  # whatever it was, the parent waits for an answer
         end.send(traceback.format_exc())
+
+
+def _timed(step: Step, index: int) -> Mapping[str, float]:
+    start = time.perf_counter()
+    figures = step(index)
+    return {**figures, "seconds": time.perf_counter() - start}

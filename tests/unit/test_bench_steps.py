@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import warnings
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from megatron_frozen.bench import hf_peers, lora_step, rl_step, workers
+from megatron_frozen.bench import hf_peers, lora_step, rl_step, runner, workers
+from megatron_frozen.bench.growth_step import PointConfig, build_step
 from megatron_frozen.bench.runner import BenchConfig, Row
 from megatron_frozen.bench.workers import Run, Step, take_turns
 from megatron_frozen.diagnostics import Recorder
@@ -28,6 +30,13 @@ SHAPE = (4, 2, 16)
 
 def counting(*, first: float) -> Step:
     return lambda index: {"loss": first + index}
+
+
+def taking_128_mib(*, in_step: int) -> Step:
+    def step(index: int) -> dict[str, float]:
+        return {"loss": float(torch.ones(2**25)[0]) if index == in_step else 0.0}
+
+    return step
 
 
 def failing() -> Step:
@@ -58,6 +67,29 @@ def test_a_way_that_fails_ends_the_benchmark_with_its_reason() -> None:
         take_turns({"a": failing}, num_steps=1)
 
 
+def test_the_peak_leaves_out_what_the_first_step_took_and_gave_back() -> None:
+    ways = {index: partial(taking_128_mib, in_step=index) for index in range(3)}
+    runs = take_turns({str(index): way for index, way in ways.items()}, num_steps=3)
+    first, second, last = (runs[str(index)].peak_mib for index in ways)
+    if not math.isnan(first):
+        assert min(second, last) - first > 100
+        assert abs(second - last) < 20
+
+
+def test_a_way_runs_where_the_system_does_not_count_its_peak_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "_RESET", tmp_path / "missing")
+    ours, theirs = multiprocessing.Pipe()
+    for question in (0, 1, None):
+        ours.send(question)
+    workers._serve(theirs, partial(counting, first=1.0), torch.get_num_threads())
+    built, *steps, peak = (ours.recv() for _ in range(4))
+    assert built == {}
+    assert [step["loss"] for step in steps] == [1.0, 2.0]
+    assert math.isnan(peak["peak_mib"])
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     scratch = tmp_path_factory.mktemp("base")
@@ -78,6 +110,21 @@ def test_all_ways_of_the_lora_step_have_one_loss(base: tuple[Path, Path]) -> Non
     assert losses["ours"][3] != pytest.approx(losses["ours"][0], abs=1e-3)
     for name in ("apart", "peft"):
         assert losses[name] == pytest.approx(losses["ours"], abs=1e-2), name
+
+
+def test_every_way_updates_its_weights_by_one_fused_call(base: tuple[Path, Path]) -> None:
+    folder, adapter = base
+    ways = dict(lora_step._ways(folder, adapter, lora_step._small_ids(SHAPE)))
+    del ways[lora_step.FLOOR]
+    steps = {name: build() for name, build in ways.items()}
+    for full in (False, True):
+        steps[f"rl-step, full: {full}"] = rl_step.step_of(rl_step.SMALL, product=None, full=full)
+    growing = build_step(PointConfig(sequence=32, vocabulary=256, hidden=64, layers=2, rank=4))
+    steps["growth"] = lambda _: {"loss": float(growing())}
+    for name, step in steps.items():
+        with torch.compiler.set_stance("force_eager"), Recorder() as seen:
+            step(0)
+        assert (seen.count("aten._fused_adamw_"), seen.count("aten.addcdiv_")) == (1, 0), name
 
 
 def test_loading_peers_prints_and_warns_nothing(base: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
