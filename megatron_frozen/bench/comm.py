@@ -7,8 +7,7 @@ other such gradients in one bucket, whatever the number of layers and micro-batc
 
 Timed, in the rows of kind time: a column layer's backward on two ranks, its all-reduce of dX whole and in pieces that
 travel while the next is multiplied; the rows of kind verdict say whether that pays here. gloo sums on the ranks' own
-cores, so there is time to hide only where a core is idle; the cut product itself takes as long as the whole, within 3%
-at up to 4 pieces.
+cores, so there is time to hide only where a core is idle. What the cut itself costs is in the rows of dX's product.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ def verdicts(rows: Sequence[Row]) -> list[Row]:
     targets: list[Row] = []
     for row in rows:
         if row["scheme"] == OURS and row["phase"] in (FORWARD, BACKWARD):
-            of = {key: row[key] for key in ("layer", "ranks", "sequence_parallel", "phase")}
+            of = {key: row[key] for key in ("threads", "layer", "ranks", "sequence_parallel", "phase")}
             for figure, column in (
                 ("collectives that ours adds", "extra_collectives"),
                 ("bytes that ours adds", "extra_bytes"),

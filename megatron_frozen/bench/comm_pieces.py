@@ -1,7 +1,8 @@
 """The part of `bench comm` that takes time: a column layer's backward whose all-reduce of dX is cut into pieces.
 
 Beside them, what bounds them: the products alone and the all-reduce alone. Whole, a frozen weight's backward takes
-their sum; cut without cost, it would take little more than the longer of the two.
+their sum; cut without cost, it would take little more than the longer of the two. What a cut costs where nothing
+travels is told by dX's product alone, in as many pieces. A ratio is to the same way whole, or to the whole backward.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from functools import partial
 
 import torch
 
+from megatron_frozen import gemm
 from megatron_frozen.bench.runner import BenchConfig, Row
 from megatron_frozen.bench.targets import number
 from megatron_frozen.comm import (
@@ -29,7 +31,7 @@ from megatron_frozen.testing import run_ranks
 
 NUM_RANKS = 2
 PIECES = (1, 2, 4, 8)
-PRODUCTS, ALL_REDUCE, BACKWARD = "products alone", "all-reduce alone", "backward"
+PRODUCTS, ALL_REDUCE, PRODUCT, BACKWARD = "products alone", "all-reduce alone", "dX's product alone", "backward"
 PAYS_BELOW = 0.95  # of the whole's time: what is nearer to it is within the noise of a shared machine
 COLUMNS = ("weight", "dtype", "shape", "way", "pieces", "median_ms", "ratio", "collectives", "payload_bytes", "verdict")
 
@@ -84,7 +86,7 @@ def _time(rank: int, world_size: int, *, case: PiecesConfig, repeats: int) -> li
         with Recorder() as seen:  # and no first time among the samples
             call()
         counts = {"collectives": seen.collectives().total(), "payload_bytes": seen.payload_bytes().total()}
-        found.append(({"way": name, "pieces": pieces, **counts}, []))
+        found.append(({"threads": torch.get_num_threads(), "way": name, "pieces": pieces, **counts}, []))
     for _ in range(repeats):
         for (_, _, call), (_, samples) in zip(ways, found, strict=True):
             all_reduce(torch.zeros(1), group=group)
@@ -120,9 +122,16 @@ def _ways(case: PiecesConfig, world_size: int) -> list[Way]:
         y, _ = layer(x, weight)
         return partial(torch.autograd.grad, y, wanted, grad, retain_graph=True)
 
+    def product(*, pieces: int) -> None:
+        grad_RO = grad.flatten(0, 1)
+        dX_RI = grad_RO.new_empty(case.tokens, case.hidden)
+        for rows, part in zip(grad_RO.tensor_split(pieces), dX_RI.tensor_split(pieces), strict=True):
+            gemm.dgrad(rows, weight.detach(), out=part)
+
     return [
         (PRODUCTS, "", backward(pieces=1, is_summed=False)),
         (ALL_REDUCE, "", partial(all_reduce_, torch.zeros_like(x).detach(), group=group)),
+        *((PRODUCT, pieces, partial(product, pieces=pieces)) for pieces in PIECES),
         *((BACKWARD, pieces, backward(pieces=pieces)) for pieces in PIECES),
     ]
 
@@ -139,15 +148,15 @@ def _rows(case: PiecesConfig, by_rank: Sequence[list[tuple[Row, list[float]]]]) 
     for of_ranks in zip(*by_rank, strict=True):
         slowest = [max(times) for times in zip(*(samples for _, samples in of_ranks), strict=True)]
         rows.append(same | of_ranks[0][0] | {"median_ms": statistics.median(slowest) * 1e3})
-    whole = next(row for row in rows if row["pieces"] == 1)
+    wholes = {row["way"]: row for row in rows if row["pieces"] == 1}
     for row in rows:
-        row["ratio"] = number(row, "median_ms") / number(whole, "median_ms")
+        row["ratio"] = number(row, "median_ms") / number(wholes.get(row["way"], wholes[BACKWARD]), "median_ms")
     return [*rows, _verdict(rows)]
 
 
 def _verdict(rows: Sequence[Row]) -> Row:
     """Return the row that says whether the fastest cut pays; of equal ones, the fewest pieces."""
-    cut = [row for row in rows if row["pieces"] not in ("", 1)]
+    cut = [row for row in rows if row["way"] == BACKWARD and row["pieces"] != 1]
     best = min(cut, key=lambda row: number(row, "ratio"))
     says = "pays" if number(best, "ratio") < PAYS_BELOW else "does not pay"
     return best | {"kind": "verdict", "verdict": says, "way": "the fastest cut"}

@@ -108,7 +108,8 @@ def count(rank: int, world_size: int, *, sizes: SizesConfig) -> list[Row]:
             torch.manual_seed(0)
             module, layer = _built(kind, scheme, sizes=sizes, parallel=parallel, group=group)
             results[kind, scheme], phases = _passes(module, layer, sizes=sizes, parallel=parallel, group=group)
-            same: Row = {"layer": kind, "ranks": world_size, "sequence_parallel": sequence_parallel, "scheme": scheme}
+            same: Row = {"threads": torch.get_num_threads(), "layer": kind, "ranks": world_size}
+            same |= {"sequence_parallel": sequence_parallel, "scheme": scheme}
             rows += [same | {"phase": phase} | _counted(seen, world_size) for phase, seen in phases.items()]
         ours, bridge = results[MEGATRON_LAYER, OURS], results[MEGATRON_LAYER, BRIDGE]
         difference = max(relative_error(*pair) for pair in zip(bridge, ours, strict=True))

@@ -6,12 +6,13 @@ import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_frozen.bench.runner import ALL_CASES, SMALL, STAMP, BenchConfig, shown
+from megatron_frozen.bench.runner import ALL_CASES, COMMIT, SMALL, STAMP, BenchConfig, shown
 from megatron_frozen.errors import ConfigError
 from megatron_frozen.io import atomic_write
 
 PAGE, NOTES = "README.md", "notes"
 _MAX_ROWS = 400
+_FACTS = (COMMIT, *STAMP)
 _HEAD = """# Benchmarks
 
 Written by `megatron-frozen bench report` from the CSV files in this folder, which hold every figure. Ratios count, not
@@ -78,16 +79,16 @@ def _read(path: Path) -> Rows:
 
 
 def _summary(found: Mapping[str, Rows]) -> str:
-    """Return the table of benchmarks: how many targets each met, and what it ran on."""
+    """Return the table of benchmarks: how many targets each met, of which commit, and what it ran on."""
     lines = []
     for name, rows in found.items():
         targets = [row for row in rows if row.get("met")]
         met = sum(row["met"] == "yes" for row in targets)
-        facts = {column: ", ".join(sorted({row[column] for row in rows if row.get(column)})) for column in STAMP}
+        facts = {column: ", ".join(sorted({row[column] for row in rows if row.get(column)})) for column in _FACTS}
         facts["date"] = min((row["date"] for row in rows if row.get("date")), default="")[:10]
         line = {"benchmark": f"[{name}](#{name})", "targets met": f"{met} of {len(targets)}" if targets else ""}
         lines.append(line | facts)
-    known = [column for column in STAMP if any(line[column] for line in lines)]
+    known = [column for column in _FACTS if any(line[column] for line in lines)]
     return _table(lines, ["benchmark", "targets met", *known])
 
 
@@ -120,7 +121,7 @@ def _section(name: str, rows: Rows, *, lead: Sequence[str], note: str) -> str:
 def _telling_columns(rows: Rows) -> list[str]:
     """Return the columns in which these rows say something that the summary does not: of what each row is stamped
     with, what differs between them, such as threads."""
-    same = {column for column in STAMP if len({row[column] for row in rows if column in row}) == 1}
+    same = {column for column in _FACTS if len({row[column] for row in rows if column in row}) == 1}
     return [column for column in rows[0] if column not in {*same, "date", "kind"} and any(row[column] for row in rows)]
 
 

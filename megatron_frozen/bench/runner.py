@@ -11,10 +11,12 @@ import os
 import platform
 import re
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -28,12 +30,15 @@ Row = dict[str, object]
 REPEATS = 15
 STAMP = ("date", "cpu", "device", "cores", "python", "torch", "megatron_frozen", "transformer_engine", "transformers",
          "peft", "threads", "kernels", "sizes", "cases")  # fmt: skip
+COMMIT = "commit"
 FULL, SMALL, ALL_CASES = "full", "small", "all"
 _SAMPLE_S = 2e-3  # one sample of a short call is a loop of about this length
 _MAX_CALLS = 50
 _MIB = 2**20
 _MAX_LABELLED, _MAX_TIMES = 24, 20  # bars with their values on them; the longest of the shortest on a linear axis
 _RESET = Path("/proc/self/clear_refs")
+_PACKAGE = Path(__file__).parents[1]
+_GIT_S = 20.0  # the longest that git may take
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +164,8 @@ def num_threads(num: int) -> Iterator[None]:
 
 def stamp(config: BenchConfig) -> Row:
     """Return what a figure means nothing without: date, processors, versions, threads, whether the CPU's kernels are
-    there, and how much was measured. No path and no host name. Its columns are ``STAMP``."""
+    there, how much was measured, and of which commit. No path and no host name. Its columns are ``STAMP``, which all
+    say something, and ``COMMIT``, which does in a git checkout."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "cpu": cpu_name(),
@@ -175,7 +181,26 @@ def stamp(config: BenchConfig) -> Row:
         "kernels": "yes" if absent() is None else "no",
         "sizes": SMALL if config.small else FULL,
         "cases": config.only or ALL_CASES,
+        COMMIT: commit(),
     }
+
+
+@cache
+def commit() -> str:
+    """Return the short hash of the commit that this package runs from, with a + where files of the package differ.
+
+    Asked once, as all of one run is of the code that it began with. Empty where the package is in no git checkout, or
+    git is absent or does not answer."""
+    try:
+        _git("ls-files", "--error-unmatch", "__init__.py")  # it may be installed inside a checkout of something else
+        return _git("rev-parse", "--short", "HEAD") + "+" * bool(_git("status", "--porcelain", "."))
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "--no-optional-locks", "-C", str(_PACKAGE), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_GIT_S).stdout.strip()
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:

@@ -21,7 +21,7 @@ from megatron_frozen.bench.comm_ranks import (
     STEP,
     count,
 )
-from megatron_frozen.bench.runner import STAMP, Row
+from megatron_frozen.bench.runner import STAMP, Row, num_threads
 from megatron_frozen.cli import main
 from megatron_frozen.testing import run_ranks
 
@@ -81,17 +81,20 @@ def test_both_schemes_compute_the_same(counted: list[Row]) -> None:
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "comm", "--small", "--output", str(tmp_path)]) == 0
+    with num_threads(2):
+        assert main(["bench", "comm", "--small", "--output", str(tmp_path)]) == 0
     with (tmp_path / "comm.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert all(row[column] for row in rows for column in STAMP)
+    assert {row["threads"] for row in rows} == {"1"}, "each rank's, not those of the process that started them"
     assert len([row for row in rows if row["kind"] == "count"]) == 2 * 2 * 5 * 3
     targets = [row for row in rows if row["kind"] == "target"]
     assert len(targets) == 2 * 2 * 2 * 2 * 2
     assert {row["met"] for row in targets} == {"yes"}
     times = [row for row in rows if row["kind"] == "time"]
-    assert [row["pieces"] for row in times] == ["", "", "1", "2", "4", "8"] * 2
-    assert [row["collectives"] for row in times] == ["0", "1", "1", "2", "4", "8"] * 2
+    assert [row["pieces"] for row in times] == ["", "", *("1", "2", "4", "8") * 2] * 2
+    assert [row["collectives"] for row in times] == ["0", "1", *"0000", "1", "2", "4", "8"] * 2
+    assert [row["way"] for row in times if row["ratio"] == "1.0"][:2] == [comm_pieces.PRODUCT, comm_pieces.BACKWARD]
     assert {row["payload_bytes"] for row in times} == {"0", str(16 * 32 * 2)}
     assert all(float(row["median_ms"]) > 0 for row in times)
     verdicts = [row for row in rows if row["kind"] == "verdict"]
@@ -103,19 +106,26 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "says"), [([1, 1, 4, 3, 2.5, 3.5], "pays"), ([1, 1, 3, 2.9, 4, 5], "does not pay")]
+    ("seconds", "says"), [([1, 1, 1.5, 4, 3, 2.5, 3.5], "pays"), ([1, 1, 1.5, 3, 2.9, 4, 5], "does not pay")]
 )
 def test_the_fastest_cut_is_judged_by_the_slower_rank(seconds: list[float], says: str) -> None:
-    ways: list[Row] = [{"way": "x", "pieces": pieces} for pieces in ("", "", *comm_pieces.PIECES)]
+    ways: list[Row] = [
+        {"way": "x", "pieces": ""},
+        {"way": comm_pieces.PRODUCT, "pieces": 1},
+        {"way": comm_pieces.PRODUCT, "pieces": 2},
+        *({"way": comm_pieces.BACKWARD, "pieces": pieces} for pieces in comm_pieces.PIECES),
+    ]
     slow = [(way, [time, time, 100.0]) for way, time in zip(ways, seconds, strict=True)]
     fast = [(way, [0.1, 0.1, 0.1]) for way in ways]
+    whole, best_cut = seconds[3], min(seconds[4:])
     *rows, verdict = comm_pieces._rows(comm_pieces.SMALL_CASES[0], [fast, slow])
     assert [row["median_ms"] for row in rows] == [1e3 * time for time in seconds]
-    assert (verdict["verdict"], verdict["ratio"]) == (says, min(seconds[3:]) / seconds[2])
-    assert verdict["pieces"] == comm_pieces.PIECES[seconds.index(min(seconds[3:])) - 2]
+    assert [row["ratio"] for row in rows[:3]] == [1 / whole, 1, 1.5], "a product in pieces is beside the product whole"
+    assert (verdict["verdict"], verdict["ratio"]) == (says, best_cut / whole)
+    assert verdict["pieces"] == comm_pieces.PIECES[seconds.index(best_cut) - 3]
 
 
 def test_a_collective_too_many_misses_the_target() -> None:
-    of: Row = {"layer": "x", "ranks": 2, "sequence_parallel": False, "scheme": OURS, "phase": FORWARD}
+    of: Row = {"layer": "x", "ranks": 2, "threads": 1, "sequence_parallel": False, "scheme": OURS, "phase": FORWARD}
     rows = comm.verdicts([of | {"extra_collectives": 1, "extra_bytes": 0}])
     assert [row["met"] for row in rows] == ["no", "yes"]

@@ -79,6 +79,20 @@ def test_what_differs_between_stamps_tells_rows_apart(tmp_path: Path) -> None:
     assert lines[header + 2 :][:2] == [f"| {threads} | 8 | ratio | 1 | at most 2 | yes |" for threads in (1, 2)]
 
 
+def test_the_summary_names_the_commits_that_were_measured(tmp_path: Path) -> None:
+    for name, commits in {"wgrad": ("1a2b3c4",), "linear": ("1a2b3c4", "5d6e7f8+"), "comm": ("",)}.items():
+        marks = [stamp(CONFIG) | {"commit": commit} for commit in commits]
+        write_csv(
+            tmp_path / f"{name}.csv", [mark | at_most("ratio", 1.0, limit=2, of={"shape": "8"}) for mark in marks]
+        )
+    assert main(["bench", "report", "--output", str(tmp_path)]) == 0
+    lines = (tmp_path / "README.md").read_text(encoding="utf-8").splitlines()
+    assert any(line.startswith("| benchmark | targets met | commit | date |") for line in lines)
+    assert [line.split(" | ")[2] for line in lines if line.startswith("| [")] == ["1a2b3c4", "1a2b3c4, 5d6e7f8+", ""]
+    assert lines.count("| shape | figure | value | target | met |") == 2
+    assert lines.count("| commit | shape | figure | value | target | met |") == 1, "where it tells rows apart"
+
+
 def test_what_is_no_result_of_the_whole_benchmark_is_said(tmp_path: Path) -> None:
     configs = {"wgrad": CONFIG, "linear": dataclasses.replace(CONFIG, small=True, only="rank 4")}
     for name, config in configs.items():

@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 import math
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,11 @@ from matplotlib.figure import Figure
 
 from megatron_frozen.bench import runner
 from megatron_frozen.bench.runner import (
+    COMMIT,
     STAMP,
     BenchConfig,
     bar_picture,
+    commit,
     medians_ms,
     num_threads,
     once_ms,
@@ -97,8 +100,8 @@ def test_threads_are_given_back() -> None:
 def test_the_stamp_names_machine_and_versions_but_no_place(tmp_path: Path) -> None:
     mark = stamp(BenchConfig(output=tmp_path))
     versions = {"python", "torch", "megatron_frozen", "transformer_engine", "transformers", "peft"}
-    assert set(mark) == {"date", "cpu", "cores", "device", "threads", "kernels", "sizes", "cases"} | versions
-    assert tuple(mark) == STAMP
+    assert set(mark) == {"date", "cpu", "cores", "device", "threads", "kernels", "sizes", "cases", "commit"} | versions
+    assert tuple(mark) == (*STAMP, COMMIT)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", str(mark["date"]))
     assert mark["torch"] == torch.__version__
     assert not re.search(r"/(home|root|work|tmp|usr)/", str(mark))
@@ -113,6 +116,64 @@ def test_the_stamp_says_how_much_was_measured_and_by_which_kernels(
     whole, part = (stamp(BenchConfig(output=tmp_path, small=small, only="x" * small)) for small in (False, True))
     assert (whole["sizes"], whole["cases"]) == ("full", "all")
     assert (part["sizes"], part["cases"]) == ("small", "x")
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that the stamp takes for the package's, and asks git about anew."""
+    folder = tmp_path / "checkout/package"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    monkeypatch.setattr(runner, "_PACKAGE", folder)
+    commit.cache_clear()
+    yield folder
+    commit.cache_clear()
+
+
+def git(folder: Path, *arguments: str) -> str:
+    who = ("-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false")
+    command = ["git", *who, "-C", str(folder), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="makes a checkout, and there is no git here")
+def test_the_stamp_names_the_commit_of_the_package(package: Path) -> None:
+    def asked() -> str:
+        commit.cache_clear()
+        return commit()
+
+    git(package.parent, "init", "--quiet")
+    assert asked() == "", "no commit yet"
+    (package.parent / "results.csv").touch()
+    git(package.parent, "add", "results.csv")
+    git(package.parent, "commit", "--quiet", "-m", "all but the package")
+    assert asked() == "", "installed inside a checkout of something else"
+    git(package, "add", ".")
+    git(package, "commit", "--quiet", "-m", "the package")
+    head = git(package, "rev-parse", "--short", "HEAD")
+    assert asked() == head
+    (package.parent / "results.csv").write_text("that a benchmark wrote", encoding="utf-8")
+    assert asked() == head
+    (package / "__init__.py").write_text("edited = True", encoding="utf-8")
+    assert asked() == f"{head}+"
+    git(package, "commit", "--quiet", "-a", "-m", "edited")
+    (package / "new.py").touch()
+    assert commit() == f"{head}+", "all of one run is of the code that it began with"
+    assert asked() == git(package, "rev-parse", "--short", "HEAD") + "+"
+
+
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError("git"), subprocess.TimeoutExpired("git", 20)], ids=["none", "stuck"]
+)
+def test_the_stamp_names_no_commit_where_git_does_not_answer(
+    error: Exception, package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(command: list[str], **_: object) -> None:
+        assert str(package) in command
+        raise error
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert stamp(BenchConfig(output=package))[COMMIT] == ""
 
 
 def test_csv_and_table(tmp_path: Path) -> None:
