@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_frozen.bench.runner import extra_mib
+from megatron_frozen.bench.runner import extra_mib, num_threads
 from megatron_frozen.comm import initialize_model_parallel
 from megatron_frozen.layers import ModelParallelConfig
 from megatron_frozen.lora import LoraConfig, apply_lora, lora_parameters
@@ -50,7 +50,7 @@ class PointConfig:
         return self.hidden * 11 // 4
 
     def work(self) -> float:
-        """Return the floating-point operations of one step, over all ranks.
+        """Return the floating-point operations of one step, over all ranks; what each does again counts once.
 
         Each frozen weight: two products. Each factor: three. Causal attention, half of each square: two products
         forward and five backward, as its kernel computes the scores again."""
@@ -103,16 +103,20 @@ def build_step(point: PointConfig) -> Callable[[], torch.Tensor]:
     return step
 
 
-def time_on_rank(rank: int, world_size: int, *, point: PointConfig, num_steps: int) -> tuple[float, float]:
-    """Return the median time of a step in ms, and how far memory rose in one, in MiB, on one of the ranks."""
+def time_on_rank(
+    rank: int, world_size: int, *, point: PointConfig, threads: int, num_steps: int
+) -> tuple[float, float]:
+    """Return the median time of a step in ms, and how far memory rose in one, in MiB, on one of the ranks, which runs
+    on ``threads``."""
     del rank
     initialize_model_parallel(world_size)
-    step = build_step(point)
-    for _ in range(2):
-        step()
-    times = []
-    for _ in range(num_steps):
-        start = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e3, extra_mib(step, device="cpu")
+    with num_threads(threads):
+        step = build_step(point)
+        for _ in range(2):
+            step()
+        times = []
+        for _ in range(num_steps):
+            start = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times) * 1e3, extra_mib(step, device="cpu")
