@@ -24,10 +24,19 @@ def flattened(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def bare_gradients(
-    grad_TO: torch.Tensor, weight_OI: torch.Tensor, input_TI: torch.Tensor
+    grad_TO: torch.Tensor, weight_OI: torch.Tensor, wgrad_operands: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return dX and dW as plain products of matrices: the floor."""
-    return torch.mm(grad_TO, weight_OI), torch.mm(grad_TO.t(), input_TI)
+    """Return dX and dW as plain products of matrices, dW from the [R, O] and [R, I] that it is given: the floor."""
+    grad_RO, input_RI = wgrad_operands
+    return torch.mm(grad_TO, weight_OI), torch.mm(grad_RO.t(), input_RI)
+
+
+def batched_gradients(
+    grad_output: torch.Tensor, weight_OI: torch.Tensor, input_: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return dX of [..., O] as ``batched`` does it, and dW of it and [..., I] by ``reshape(-1, ...)`` of both."""
+    grad_TO, input_TI = grad_output.reshape(-1, grad_output.shape[-1]), input_.reshape(-1, input_.shape[-1])
+    return torch.matmul(grad_output, weight_OI), torch.mm(grad_TO.t(), input_TI)
 
 
 def flattened_gradients(
