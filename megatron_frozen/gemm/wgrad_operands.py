@@ -34,8 +34,9 @@ def wgrad_operands(
 
     Both keep their dtype. Where one repeats each row more often than the sum has parts, the other's are summed: the
     parts are written, and of more than one part the distinct rows are copied for each. Else this is ``fold_pair``,
-    which says what it copies, as in a compiled graph. An infinite element, or a sum beyond the range of the operands'
-    dtype, may make a gradient infinite or NaN that was not; no element that is not finite is lost. No collectives.
+    which says what it copies, as in a compiled or recorded graph. An infinite element, or a sum (or a part of one)
+    beyond the range of the operands' dtype, may make a gradient infinite or NaN that was not; no element that is not
+    finite is lost. No collectives.
 
     Raises LayoutError where the leading dims differ."""
     is_dense = grad_output.is_contiguous() and total_input.is_contiguous()
