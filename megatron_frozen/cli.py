@@ -228,7 +228,7 @@ def _add_bench_options(command: argparse.ArgumentParser) -> None:
         type=_positive,
         metavar="N",
         help=f"samples of each way (default {REPEATS}; growth and gpt-model as installed take at most 5, "
-        "lora-step and rl-step a number of their own)",
+        "linear's control on a CPU 3, lora-step and rl-step a number of their own)",
     )
     command.add_argument(
         "--only", default="", metavar="TEXT", help="of linear or growth, what has this in its name (default: all)"

@@ -21,13 +21,14 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     too, as dX = dY W does on W, and what a gradient penalty owes to these would be missing in silence.
 
     A backward that is called inside the user's autocast runs outside it: what it is made of has its dtypes already, and
-    torch refuses to put bf16 tensors beside each other under an autocast to fp16.
+    torch refuses to put bf16 tensors beside each other under an autocast to fp16. A traced one stays inside, as Dynamo
+    lets no backward change that.
     """
     checked = function.once_differentiable(backward)
 
     @functools.wraps(backward)
     def once(ctx: Any, *grads: torch.Tensor) -> Any:
-        if gemm.autocast_is_on(grads[0]):
+        if not torch.compiler.is_compiling() and gemm.autocast_is_on(grads[0]):
             with gemm.without_autocast(grads[0]):
                 return once(ctx, *grads)
         if not torch.is_grad_enabled():

@@ -1,7 +1,6 @@
 """The step that `bench growth` times: a small decoder with adapters, and the work that one step of it is.
 
-AdamW is torch's fused one, as in the other benchmarks of steps; the one that torch chooses by itself on a CPU is
-slower.
+AdamW is fused, see `lora_step`.
 
 Suffixes: T = tokens, h = hidden, f = width inside the MLP.
 """

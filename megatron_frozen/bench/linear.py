@@ -93,7 +93,7 @@ def measure(config: BenchConfig) -> Iterator[list[Row]]:
 
 
 def _measure(case: Case, product: str, *, config: BenchConfig) -> list[Row]:
-    config = replace(config, repeats=min(config.repeats, case.max_samples))
+    config = replace(config, repeats=min(config.repeats, case.max_samples or config.repeats))
     given, ways = _ways(case, product, device=config.device)
     slow_ms = _estimate_ms(ways, config=config)
     timed = {name: way for name, way in ways.items() if name not in slow_ms}

@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_frozen.bench.runner import REPEATS
-
 Layout = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -70,8 +68,8 @@ class Case:
     """Whether its rows lie in the order of a contiguous X, so that the weight gradient needs no copy."""
     repeats: int = 1
     """How often each row stands in it."""
-    max_samples: int = REPEATS
-    """No more samples of each way than this, whatever is asked for: its products take long."""
+    max_samples: int | None = None
+    """The most samples of each way, where its products take long; None: as many as are asked for."""
 
 
 def _rank_4(dense: torch.Tensor) -> torch.Tensor:
@@ -156,6 +154,6 @@ def cases(sizes: Sizes) -> list[Case]:
     tokens, out, width = sizes.control
     stands_for = "" if sizes.control == FULL.control else "4096x1x10240, 8192 in"
     control = _swept("contiguous", lead=(tokens, 1), sizes=(out, width), stands_for=stands_for)
-    max_samples = 3 if sizes == HALF else REPEATS
+    max_samples = 3 if sizes == HALF else None
     found.append(replace(control, name="control, Llama-70B's QKV", max_samples=max_samples))
     return found

@@ -8,9 +8,7 @@ time is raised by what the rest would have taken more (column reckoned s): each 
 is in favour of the unfolded way: all 512 at once would ask for 139 GB, and torch, refused them, goes through the tokens
 in a loop of its own that takes longer still.
 
-Each way's AdamW is torch's fused one, as transformers has it by default. Left to choose, torch takes its loop of single
-operations on a CPU, several times as slow, which would slow full fine-tuning most, in our favour. Column peak mib is
-the highest resident size over the steps after the first; nan where the system does not count it from there.
+AdamW is fused and column peak mib leaves out the first step, see `lora_step`.
 """
 
 from __future__ import annotations

@@ -54,7 +54,10 @@ def all_gather(tensor: torch.Tensor, *, group: Group, dim: int = 0, async_op: bo
     shape = [world_size * tensor.shape[0], *tensor.shape[1:]]
     gathered = tensor.new_empty(shape)
     work = _ALL_GATHER(gathered, tensor.contiguous(), group=group, async_op=_is_async(async_op))
-    return (gathered, work) if dim == 0 else (torch.cat(gathered.chunk(world_size), dim=dim), work)
+    if dim == 0:
+        return gathered, work
+    # One copy. torch.cat would be, too, but refuses bf16 under an autocast to fp16.
+    return gathered.view(world_size, *tensor.shape).movedim(0, dim).flatten(dim, dim + 1), work
 
 
 def reduce_scatter(tensor: torch.Tensor, *, group: Group, dim: int = 0, async_op: bool = False) -> Result:
@@ -68,7 +71,7 @@ def reduce_scatter(tensor: torch.Tensor, *, group: Group, dim: int = 0, async_op
     dim %= tensor.dim()
     check_divides(tensor, dim=dim, group=group)
     if dim != 0:
-        tensor = torch.cat(tensor.chunk(world_size, dim=dim))
+        tensor = tensor.unflatten(dim, (world_size, tensor.shape[dim] // world_size)).movedim(dim, 0).flatten(0, 1)
     scattered = tensor.new_empty([tensor.shape[0] // world_size, *tensor.shape[1:]])
     work = _REDUCE_SCATTER(scattered, tensor.contiguous(), group=group, async_op=_is_async(async_op))
     return scattered, work

@@ -3,9 +3,9 @@
 dW = sum over tokens of dY_t^T X_t. Where dY repeats one row n times (stride 0: the gradient of a sum over a leading
 dim), the n products that it has a part in are one, with the sum of the n rows of X; and the same with dY and X
 exchanged. The sum is made in at least fp32. Where the operands' dtype cannot hold it, it is handed on as several
-matrices that add up to it (bf16: for a bf16 result of up to 16 repeats two, else three), each the rounding of what the
-ones before it left over (the split of a number that Dekker 1971 and, for matrix units, Markidis et al. 2018 use), one
-below the other, so that it is still one product.
+matrices that add up to it (bf16: for a bf16 result of up to 16 repeats two, for fp64 seven, else three), each the
+rounding of what the ones before it left over (the split of a number that Dekker 1971 and, for matrix units, Markidis et
+al. 2018 use), one below the other, so that it is still one product.
 
 Shape suffixes: R = rows of a fold, M = columns of dY, N = columns of X.
 """
@@ -22,8 +22,7 @@ from megatron_frozen.layout import fold_pair, repeated_dims
 
 # Significant binary digits. fp16 is not here: sums of everyday size leave its range of 65504.
 _DIGITS = {torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
-# Beyond those of the result and of the number of rows, which sums that cancel all but for a row of each lose: then the
-# result's own rounding is the only one to be seen.
+# Beyond the result's, and those that counting the rows takes: sums that cancel down to one row still keep it.
 _GUARD_DIGITS = 4
 
 
@@ -89,7 +88,7 @@ def _summed(
 def _parts_of_sums(tensor: torch.Tensor, *, dims: tuple[int, ...], dtype: torch.dtype, num_parts: int) -> torch.Tensor:
     """Return the sums [..., N] over ``dims``, made in ``dtype``, as [num_parts * R, N]."""
     kept = tuple(dim for dim in range(tensor.dim() - 1) if dim not in dims)
-    times = 1  # that each row stands in the tensor, which is exact where torch's sum of so many equal ones is not
+    times = 1  # that each row stands in the tensor: one rounding, where torch's sum of so many equal rows drifts
     for dim in dims:
         if tensor.stride(dim) == 0:
             times *= tensor.shape[dim]

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from megatron_frozen.kernels.build import library
 from megatron_frozen.kernels.torch_library import address
@@ -25,7 +26,7 @@ NEEDED = (
     "_ZN6fbgemm14transpose_simdIfEEvllPKT_lPS1_l",
 )
 _PARALLEL = "GOMP_parallel"
-_FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 _DISPATCH = "__torch_dispatch__"  # no name that pyright knows
 LONG, POINTER = ctypes.c_long, ctypes.c_void_p
 
@@ -48,7 +49,7 @@ def has_operators(kind: type) -> bool:
 
 def is_recording() -> bool:
     """Return whether a graph of what is called is recorded, by torch.fx (make_fx, torch.export) or torch.jit.trace."""
-    return torch._C._get_dispatch_mode(_PROXY) is not None or torch._C._get_tracing_state() is not None
+    return get_proxy_mode() is not None or torch._C._get_tracing_state() is not None
 
 
 def in_memory(*tensors: torch.Tensor) -> bool:

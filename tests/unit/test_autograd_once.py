@@ -51,3 +51,32 @@ def test_a_backward_in_the_autocast_of_another_dtype(
     with torch.autocast("cpu", torch.float16):
         (grad,) = torch.autograd.grad(output.sum(), x)
     assert torch.equal(grad, expected)
+
+
+def _in_autocast(linear: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def output(*operands: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return linear(*operands)
+
+    return output
+
+
+@pytest.mark.parametrize(
+    "linear",
+    [
+        lambda x, weight: linear_with_frozen_weight(x, weight.detach(), None, False, False, False),  # noqa: FBT003
+        lambda x, weight: linear_with_grad_accumulation_and_async_allreduce(x, weight, None, False, False, False),  # noqa: FBT003
+        lambda x, weight: linear_with_split_parameters(x, [weight, weight]),
+    ],
+    ids=["frozen", "trainable", "split"],
+)
+def test_a_compiled_linear_enters_autocast_itself(linear: Callable[..., torch.Tensor]) -> None:
+    """Dynamo, which traces the backward inside it too, lets no backward leave it."""
+    x, weight = torch.randn(6, 2, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+    found = []
+    for function in (_in_autocast(linear), torch.compile(_in_autocast(linear), fullgraph=True, backend="aot_eager")):
+        output = function(x, weight)
+        assert output.dtype == torch.bfloat16
+        found.append(torch.autograd.grad(output.float().square().sum(), (x, weight), allow_unused=True))
+    for eager, compiled in zip(*found, strict=True):
+        assert eager is compiled is None or torch.equal(eager, compiled)

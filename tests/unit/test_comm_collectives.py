@@ -82,6 +82,22 @@ def test_values() -> None:
     run_ranks(3, values_body)
 
 
+def autocast_body(rank: int, world_size: int) -> None:
+    initialize_model_parallel(world_size)
+    group = get_tensor_model_parallel_group()
+    with torch.autocast("cpu", torch.float16):
+        gathered, _ = all_gather(torch.full((2, 3), rank, dtype=torch.bfloat16), group=group, dim=1)
+        scattered, _ = reduce_scatter(torch.ones(2, 9, dtype=torch.bfloat16), group=group, dim=1)
+    ranks = torch.arange(3, dtype=torch.bfloat16).repeat_interleave(3).expand(2, 9)
+    assert torch.equal(gathered, ranks)
+    assert torch.equal(scattered, torch.full((2, 3), 3, dtype=torch.bfloat16))
+
+
+def test_the_autocast_of_another_dtype() -> None:
+    """Under one to fp16, CUDA's default, torch puts no bf16 tensors beside each other."""
+    run_ranks(3, autocast_body)
+
+
 def objects_body(rank: int, world_size: int) -> None:
     initialize_model_parallel(2)  # groups (0 1) and (2 3): src is the rank inside the group
     group = get_tensor_model_parallel_group()

@@ -170,8 +170,9 @@ def test_under_any_autocast(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # that the graph holds this input's sizes
+@pytest.mark.parametrize("pre_dispatch", [False, True])
 @pytest.mark.parametrize("width", [IN, 40 * IN])
-def test_a_recorded_gradient_multiplies_all_rows(width: int) -> None:
+def test_a_recorded_gradient_multiplies_all_rows(width: int, *, pre_dispatch: bool) -> None:
     """Of a graph that make_fx made inductor dropped the parts but the first; torch.jit.trace saw no kernel at all."""
     torch.manual_seed(0)
     x, grad = torch.randn(16, 64, width).to(BF16) + 10, torch.randn(16, 1, OUT)
@@ -181,7 +182,7 @@ def test_a_recorded_gradient_multiplies_all_rows(width: int) -> None:
         return gemm.wgrad(grad.expand(-1, 64, -1), x)
 
     expected = exact(grad.expand(-1, 64, -1), x)
-    recorded = make_fx(gradient)(grad, x)
+    recorded = make_fx(gradient, pre_dispatch=pre_dispatch)(grad, x)
     assert relative_error(torch.compile(recorded)(grad, x), expected) < 2.0**-8
     torch._dynamo.reset()
     traced = torch.jit.trace(gradient, (grad, x))

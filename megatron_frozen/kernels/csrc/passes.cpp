@@ -212,7 +212,8 @@ void mf_parts_of_sums(const Torch* torch, unsigned num_threads, const Shape* sha
                       long num_parts) {
     const Shape& shape = *shape_;
     const long strips = (shape.width + STRIP - 1) / STRIP;
-    const long group = std::max(ROWS, std::lround(std::sqrt(shape.inner)));  // of rows: few sums of few, less rounding
+    // Rows added before their sum joins the total: about sqrt(inner), so that roundings add up over 2 sqrt(inner) only.
+    const long group = std::max(ROWS, std::lround(std::sqrt(shape.inner)));
     on_threads(*torch, num_threads, shape.outer * strips, [&](Pieces& pieces) {
         Floats sums[STRIP / LANES], some[STRIP / LANES];
         for (long piece; pieces.take(piece);) {
