@@ -56,8 +56,12 @@ def all_gather(tensor: torch.Tensor, *, group: Group, dim: int = 0, async_op: bo
     work = _ALL_GATHER(gathered, tensor.contiguous(), group=group, async_op=_is_async(async_op))
     if dim == 0:
         return gathered, work
-    # One copy. torch.cat would be, too, but refuses bf16 under an autocast to fp16.
-    return gathered.view(world_size, *tensor.shape).movedim(0, dim).flatten(dim, dim + 1), work
+    # Written out also where a view would do, which autograd lets no user write into. torch.cat refuses bf16 under an
+    # autocast to fp16.
+    num = tensor.shape[dim]
+    joined = tensor.new_empty([*tensor.shape[:dim], world_size * num, *tensor.shape[dim + 1 :]])
+    joined.unflatten(dim, (world_size, num)).copy_(gathered.view(world_size, *tensor.shape).movedim(0, dim))
+    return joined, work
 
 
 def reduce_scatter(tensor: torch.Tensor, *, group: Group, dim: int = 0, async_op: bool = False) -> Result:

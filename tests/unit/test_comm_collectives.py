@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_frozen import gather_from_tensor_model_parallel_region
 from megatron_frozen.comm import (
     WORLD,
     all_gather,
@@ -80,6 +81,26 @@ def values_body(rank: int, world_size: int) -> None:
 
 def test_values() -> None:
     run_ranks(3, values_body)
+
+
+def thin_body(rank: int, world_size: int) -> None:
+    """Shards of one column, and rows of which there is one, whose join could be a view of what was gathered."""
+    initialize_model_parallel(world_size)
+    group = get_tensor_model_parallel_group()
+    for shape in ((4, 3, 1), (1, 1, 4), (1, 4), (1, 1), (4, 1, 2)):
+        parts = [seeded(*shape, seed=number) for number in range(world_size)]
+        for dim in range(1, len(shape)):
+            gathered, _ = all_gather(parts[rank], group=group, dim=dim)
+            assert torch.equal(gathered, torch.cat(parts, dim=dim))
+            assert gathered.is_contiguous()
+            assert not gathered._is_view()
+        x = parts[rank].clone().requires_grad_()
+        (grad,) = torch.autograd.grad(gather_from_tensor_model_parallel_region(x).mul_(2).sum(), x)
+        assert torch.equal(grad, torch.full(shape, 2.0, dtype=x.dtype))
+
+
+def test_a_thin_join_has_memory_of_its_own() -> None:
+    run_ranks(3, thin_body)
 
 
 def autocast_body(rank: int, world_size: int) -> None:
