@@ -239,14 +239,15 @@ def verdicts(measured: Sequence[Row]) -> list[Row]:
     if TORCH in times:
         return [at_most("time of ours over F.linear's", times[OURS] / times[TORCH], limit=1.3, of=of)]
     limit = 1.25 if ours["needs_copy"] else 1.05
+    is_repeating = number(ours, "repeats") > 1
     floor, figure = BARE, "time of ours over the bare product's"
-    if number(ours, "repeats") > 1:
+    if is_repeating:
         floor, figure = DISTINCT, "time of ours over that of the distinct rows"
     rows = [
         at_most(figure, times[OURS] / times[floor], limit=limit, of=of),
         at_most("time of ours over the plain flatten's", times[OURS] / times[FLATTEN], limit=1.03, of=of),
     ]
-    if number(ours, "repeats") > 1:
+    if is_repeating:
         rows.append(at_least("plain flatten's time over ours", times[FLATTEN] / times[OURS], limit=4, of=of))
     if not ours["needs_copy"]:
         rows.append(at_most("bytes that ours copied", number(ours, "copied_bytes"), limit=0, of=of))

@@ -20,7 +20,11 @@ def batched(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 def flattened(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Return [..., K] times [K, N] by ``reshape(-1, K)``, which copies what does not collapse in its own order."""
-    return torch.mm(left.reshape(-1, left.shape[-1]), right).view(*left.shape[:-1], right.shape[-1])
+    return torch.mm(_rows(left), right).view(*left.shape[:-1], right.shape[-1])
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
 
 
 def bare_gradients(
@@ -35,15 +39,14 @@ def batched_gradients(
     grad_output: torch.Tensor, weight_OI: torch.Tensor, input_: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return dX of [..., O] as ``batched`` does it, and dW of it and [..., I] by ``reshape(-1, ...)`` of both."""
-    grad_TO, input_TI = grad_output.reshape(-1, grad_output.shape[-1]), input_.reshape(-1, input_.shape[-1])
-    return torch.matmul(grad_output, weight_OI), torch.mm(grad_TO.t(), input_TI)
+    return batched(grad_output, weight_OI), torch.mm(_rows(grad_output).t(), _rows(input_))
 
 
 def flattened_gradients(
     grad_output: torch.Tensor, weight_OI: torch.Tensor, input_: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return dX and dW of [..., O] and [..., I] by ``reshape(-1, ...)``, once for both products."""
-    grad_TO, input_TI = grad_output.reshape(-1, grad_output.shape[-1]), input_.reshape(-1, input_.shape[-1])
+    grad_TO, input_TI = _rows(grad_output), _rows(input_)
     return torch.mm(grad_TO, weight_OI).view(input_.shape), torch.mm(grad_TO.t(), input_TI)
 
 

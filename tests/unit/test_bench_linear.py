@@ -167,9 +167,8 @@ def test_ours_copies_nothing_where_no_copy_is_needed(written: tuple[Path, list[d
     assert len(ours) == 3 * len(SMALL)
     assert {row["batched_products"] for row in ours} == {"0"}
     for row in ours:
-        if (
-            row["product"] == BOTH and row["repeats"] != "1"
-        ):  # dY's rows for each part, and the parts without our kernels
+        sums_rows = row["product"] == BOTH and row["repeats"] != "1"
+        if sums_rows:  # dY's rows are copied for each part, and the parts without our kernels
             assert int(row["copied_bytes"]) < 2 * math.prod(map(int, row["shape"].split("x"))), row
         else:
             assert (int(row["copied_bytes"]) == 0) == (row["needs_copy"] == "False"), row

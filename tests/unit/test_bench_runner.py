@@ -173,7 +173,7 @@ def test_the_stamp_names_no_commit_where_git_does_not_answer(
         raise error
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert runner.commit() == ""
+    assert commit() == ""
 
 
 def test_csv_and_table(tmp_path: Path) -> None:
